@@ -1,0 +1,98 @@
+"""Our own plugin, and the manager that finds everybody's. Imports no torch."""
+
+import functools
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from . import hookspecs
+from .hookspecs import GROUP, Backend, Engine, hookimpl
+from .settings import AUTO, ORIGINAL, BackendError, Settings
+
+# What `--backend auto` tries, best first, before the original.
+AUTO_ORDER = ("fast",)
+
+
+class Fast:
+    """`fast` by name: the module with the forward, and torch with it, is imported when a model is there."""
+
+    name = "fast"
+    summary = "one packed forward over the prefix tree of all prompts of a request"
+
+    def refusal(self, model: Any) -> str | None:
+        return self._backend().refusal(model)
+
+    def build(self, model: Any, settings: Settings) -> Engine:
+        return self._backend().build(model, settings)
+
+    @staticmethod
+    def _backend() -> Backend:
+        from .engine import FastBackend
+
+        return FastBackend()
+
+
+@hookimpl
+def openjev_fast_backends() -> list[Backend]:
+    return [Fast()]
+
+
+@functools.cache
+def plugin_manager() -> pluggy.PluginManager:
+    """The one manager: our hooks, then every entry point of the group. One that fails to load is kept in
+    `manager.load_failures` (name to reason), so that it stops nobody who did not ask for its backend."""
+    from . import plugin
+
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin, name="openjev_fast_plugin")
+    manager.load_failures = {}  # type: ignore[attr-defined]
+    for entry_point in metadata.entry_points(group=GROUP):
+        if manager.has_plugin(entry_point.name):
+            continue
+        try:
+            manager.register(entry_point.load(), name=entry_point.name)
+            manager.check_pending()
+        except Exception as error:
+            manager.unregister(name=entry_point.name) if manager.has_plugin(entry_point.name) else None
+            manager.load_failures[entry_point.name] = f"{type(error).__name__}: {error}"  # type: ignore[attr-defined]
+    return manager
+
+
+def backends() -> dict[str, Backend]:
+    """Every registered backend by name, ours first."""
+    found: dict[str, Backend] = {}
+    # pluggy calls the last registered first.
+    for offered in reversed(plugin_manager().hook.openjev_fast_backends()):
+        for backend in offered:
+            if backend.name in (ORIGINAL, AUTO):
+                raise BackendError(
+                    f"{_where(backend)} registers a backend under the reserved name {backend.name!r}"
+                )
+            if backend.name in found:
+                raise BackendError(
+                    f"two plugins register a backend named {backend.name!r}: "
+                    f"{_where(found[backend.name])} and {_where(backend)}"
+                )
+            found[backend.name] = backend
+    return found
+
+
+def names() -> list[str]:
+    """What `--backend` accepts, without what the host adds."""
+    return [ORIGINAL, AUTO, *backends()]
+
+
+def find(name: str) -> Backend:
+    found = backends()
+    if name in found:
+        return found[name]
+    message = f"unknown backend {name!r}: choose from {', '.join([ORIGINAL, AUTO, *found])}"
+    for plugin_name, reason in plugin_manager().load_failures.items():  # type: ignore[attr-defined]
+        message += f"; plugin {plugin_name!r} failed to load: {reason}"
+    raise BackendError(message)
+
+
+def _where(backend: Backend) -> str:
+    return f"{type(backend).__module__}.{type(backend).__qualname__}"

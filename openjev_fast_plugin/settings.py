@@ -1,0 +1,92 @@
+"""Every setting of the plugin, and the one place that reads the environment. Standard library only.
+
+Which backend answers is decided by the first of these that says something:
+    1. the command line (`--backend NAME`) or the argument (`load_predictor(..., backend=NAME)`),
+    2. the environment (`OPENJEV_BACKEND=NAME`),
+    3. the checkpoint (`"backend": "NAME"` in its `model.json`).
+When none does, Open-Jev runs as if the plugin were not installed.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND_VARIABLE = "OPENJEV_BACKEND"
+MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+
+# The name of the model as Open-Jev runs it, and of "the best that takes this model".
+ORIGINAL, AUTO = "torch", "auto"
+
+
+class BackendError(RuntimeError):
+    """A backend was asked for and cannot be used: the message says which, why, and the offending value."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    name: str
+    # "flag", "argument", "environment" or "file".
+    decided_by: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Packed rows one forward may hold; None: choose from the memory there is.
+    max_rows: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        text = _value(environ, MAX_ROWS_VARIABLE)
+        if text is None:
+            return cls()
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise BackendError(f"{MAX_ROWS_VARIABLE} must be a positive integer, found {text!r}")
+        return cls(max_rows=int(text))
+
+
+def resolve(
+    flag: str | None = None,
+    argument: str | None = None,
+    checkpoint: str | os.PathLike | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Selection | None:
+    """The backend that was asked for and who asked, or None."""
+    if flag is not None:
+        return Selection(flag, "flag")
+    if argument is not None:
+        return Selection(argument, "argument")
+    named = _value(environ, BACKEND_VARIABLE)
+    if named is not None:
+        return Selection(named, "environment")
+    named = _backend_in_checkpoint(checkpoint) if checkpoint else None
+    return None if named is None else Selection(named, "file")
+
+
+def origin(selection: Selection) -> str:
+    """How the user spelled a selection, for messages."""
+    return {
+        "flag": f"--backend {selection.name}",
+        "argument": f"backend={selection.name!r}",
+        "environment": f"{BACKEND_VARIABLE}={selection.name}",
+        "file": f'"backend": "{selection.name}" in model.json',
+    }[selection.decided_by]
+
+
+def _value(environ: Mapping[str, str] | None, name: str) -> str | None:
+    # An empty variable is an unset one.
+    return (os.environ if environ is None else environ).get(name, "").strip() or None
+
+
+def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:
+    path = Path(checkpoint) / "model.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Open-Jev reads the same file next and reports what is wrong with it.
+        return None
+    named = content.get("backend") if isinstance(content, dict) else None
+    if named is None or (isinstance(named, str) and named.strip()):
+        return named.strip() if named else None
+    raise BackendError(f'"backend" in {path} must be the name of a backend, found {named!r}')

@@ -1,0 +1,67 @@
+"""jev.model: `DecisionModel.load` returns a model that runs on the chosen backend.
+
+Knows `load(cls, output, device=...)`; further parameters with a default are passed on. A `load_predictor`
+call around it has decided already; on its own (`python -m jev.predict`, Python) it follows flag, environment,
+model.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .. import backend_flag, plugin, takeover
+from ..settings import AUTO, ORIGINAL, BackendError, Settings, resolve
+from . import Changes, Known, UnknownUpstream
+
+LOAD = Known(
+    "jev.model.DecisionModel.load",
+    positional=("cls", "output", "device"),
+    defaults={"device": "cuda:0"},
+    grows=True,
+)
+
+
+def apply(module: ModuleType) -> Callable[[], None]:
+    model_class = vars(module).get("DecisionModel")
+    original = vars(model_class).get("load") if isinstance(model_class, type) else None
+    if not isinstance(original, classmethod):
+        raise UnknownUpstream(
+            LOAD.target, f"classmethod {LOAD}", "nothing" if original is None else repr(original)
+        )
+    if hasattr(original.__func__, "openjev_fast"):
+        return lambda: None
+    LOAD.verify(original.__func__)
+    with Changes() as changes:
+        changes.replace(model_class, "load", classmethod(_load(original.__func__)))
+    return changes.undo
+
+
+def _load(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load(cls, *args: Any, **arguments: Any) -> Any:
+        around = backend_flag.outer()
+        if around is not None:
+            selection = around.selection
+        else:
+            flag, _ = backend_flag.split(None)
+            selection = resolve(flag, None, args[0] if args else arguments.get("output"))
+        if selection is None or selection.name == ORIGINAL:
+            return original(cls, *args, **arguments)
+        try:
+            # What can be refused without the weights is refused before they are loaded.
+            if selection.name != AUTO:
+                plugin.find(selection.name)
+            settings = Settings.read()
+            model = original(cls, *args, **arguments)
+            return takeover.accelerate(model, selection.name, settings, selection.decided_by)
+        except BackendError as error:
+            if around is None:
+                backend_flag.stop(error, sys._getframe(1))
+            raise
+
+    load.openjev_fast = True  # type: ignore[attr-defined]
+    return load

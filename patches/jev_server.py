@@ -1,0 +1,114 @@
+"""jev.server: `/health` says which backend answers and who decided.
+
+Applied when a backend has been loaded, to the namespace that holds `make_server`: `__main__` under
+`python -m jev.server`, else the imported module. Knows `make_server(predictor, host=..., port=..., *,
+static_root=..., max_body_bytes=...)`; further parameters with a default are passed on. Upstream's own answer
+to `/health` is kept, with one field more.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from .. import bootstrap
+from . import Changes, Known, modules_holding
+
+MAKE_SERVER = Known(
+    "jev.server.make_server",
+    positional=("predictor", "host", "port"),
+    keyword_only=("static_root", "max_body_bytes"),
+    defaults={"host": "127.0.0.1", "port": 8791, "static_root": None, "max_body_bytes": 4 * 1024 * 1024},
+    grows=True,
+)
+
+
+def verify() -> None:
+    """Raise UnknownUpstream if a server module is loaded whose `make_server` we do not know."""
+    for module in _server_modules():
+        make_server = vars(module).get("make_server")
+        if not hasattr(make_server, "openjev_fast"):
+            MAKE_SERVER.verify(make_server)
+
+
+def install() -> None:
+    """Patch the server modules that are loaded, and those that will be."""
+    bootstrap.also_patch_server()
+    for module in _server_modules():
+        bootstrap._undo.append(apply(module))
+
+
+def apply(module: ModuleType) -> Callable[[], None]:
+    original = vars(module).get("make_server")
+    if hasattr(original, "openjev_fast"):
+        return lambda: None
+    MAKE_SERVER.verify(original)
+    assert original is not None
+    replacement = _make_server(original)
+    with Changes() as changes:
+        for holder in modules_holding("make_server", original):
+            changes.replace(holder, "make_server", replacement)
+    return changes.undo
+
+
+def _server_modules() -> Iterator[ModuleType]:
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(getattr(main, "__spec__", None), "name", None) == "jev.server":
+        yield main
+    imported = sys.modules.get("jev.server")
+    if imported is not None:
+        yield imported
+
+
+def _make_server(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def make_server(*args: Any, **arguments: Any) -> Any:
+        server = original(*args, **arguments)
+        predictor = args[0] if args else arguments["predictor"]
+        if hasattr(predictor, "openjev_fast"):
+            _report_health(server.RequestHandlerClass, predictor.openjev_fast)
+        return server
+
+    make_server.openjev_fast = True  # type: ignore[attr-defined]
+    return make_server
+
+
+def _report_health(handler: Any, taken: Any) -> None:
+    # The class was made for this one server.
+    original = handler.do_GET
+
+    @functools.wraps(original)
+    def do_GET(self: Any) -> Any:
+        if urlsplit(self.path).path != "/health":
+            return original(self)
+        real, self.wfile = self.wfile, io.BytesIO()
+        try:
+            return original(self)
+        finally:
+            answer, self.wfile = self.wfile.getvalue(), real
+            real.write(_with_backend(answer, taken.describe()))
+
+    handler.do_GET = do_GET
+
+
+def _with_backend(response: bytes, backend: dict[str, Any]) -> bytes:
+    """An HTTP response with `"backend"` added, when its body is a JSON object; else the response itself."""
+    head, separator, body = response.partition(b"\r\n\r\n")
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return response
+    if not isinstance(content, dict):
+        return response
+    body = json.dumps({**content, "backend": backend}, ensure_ascii=False, allow_nan=False).encode()
+    lines = [
+        b"Content-Length: %d" % len(body) if line.lower().startswith(b"content-length:") else line
+        for line in head.split(b"\r\n")
+    ]
+    return b"\r\n".join(lines) + separator + body

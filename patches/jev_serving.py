@@ -1,0 +1,150 @@
+"""jev.serving: `load_predictor` takes `backend=` and returns a predictor on that backend.
+
+Knows the seven keyword-only parameters below; further ones that have a default (later versions add some,
+`backend` among them) are passed on. Values of a host's own `backend` that are not ours reach it untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .. import backend_flag, plugin, takeover
+from ..settings import AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
+from . import Changes, Known, UnknownUpstream, jev_server, log, modules_holding
+
+LOAD_PREDICTOR = Known(
+    "jev.serving.load_predictor",
+    keyword_only=("checkpoint", "model_id", "revision", "device", "max_length", "batch_size", "prefix_cache"),
+    defaults={
+        "checkpoint": None,
+        "model_id": None,
+        "revision": None,
+        "device": "cuda:0",
+        "max_length": None,
+        "batch_size": 32,
+        "prefix_cache": False,
+    },
+    grows=True,
+)
+
+
+def apply(module: ModuleType) -> Callable[[], None]:
+    original = vars(module).get("load_predictor")
+    if hasattr(original, "openjev_fast"):
+        return lambda: None
+    LOAD_PREDICTOR.verify(original)
+    assert original is not None
+    replacement = _load_predictor(original)
+    with Changes() as changes:
+        # More than one where the program was imported before us.
+        for holder in modules_holding("load_predictor", original):
+            changes.replace(holder, "load_predictor", replacement)
+    return changes.undo
+
+
+def _load_predictor(original: Callable) -> Callable:
+    host_has_backend = "backend" in (original.__kwdefaults__ or {})
+
+    @functools.wraps(original)
+    def load_predictor(*args: Any, **arguments: Any) -> Any:
+        given = arguments.get("backend")
+        try:
+            flag, argument = backend_flag.split(given)
+            selection = resolve(flag, argument, arguments.get("checkpoint"))
+            if not host_has_backend:
+                arguments.pop("backend", None)
+            if selection is not None and _is_ours(selection, host_has_backend):
+                if host_has_backend:
+                    arguments["backend"] = ORIGINAL
+                return _on_backend(original, args, arguments, selection)
+            if selection is not None and host_has_backend:
+                arguments["backend"] = selection.name
+            with backend_flag.decided(None):
+                predictor = original(*args, **arguments)
+            if selection is not None and not host_has_backend:
+                _report_original(predictor, selection)
+            return predictor
+        except BackendError as error:
+            backend_flag.stop(error, sys._getframe(1))
+
+    load_predictor.openjev_fast = True  # type: ignore[attr-defined]
+    return load_predictor
+
+
+def _is_ours(selection: Selection, host_has_backend: bool) -> bool:
+    if selection.name == ORIGINAL:
+        return False
+    if selection.name == AUTO or selection.name in plugin.backends():
+        return True
+    if host_has_backend:
+        return False
+    # Raises: nobody knows this name.
+    return plugin.find(selection.name) is not None
+
+
+def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], selection: Selection) -> Any:
+    settings = Settings.read()
+    jev_server.verify()
+    # Inside, DecisionModel.load hands the model over, so that provenance describes what is really there.
+    with backend_flag.decided(selection):
+        predictor = original(*args, **arguments)
+    _verify_predictor(predictor)
+    model = predictor.scorer.model
+    if getattr(model, "openjev_fast", None) is None:
+        # A base model is constructed, not loaded.
+        takeover.accelerate(model, selection.name, settings, selection.decided_by)
+    if model.openjev_fast.engine is not None:
+        # The backend shares one forward between all candidates of a request, however many.
+        predictor.batch_size = predictor.max_candidates
+    _report(predictor, model.openjev_fast)
+    jev_server.install()
+    log.info("openjev-fast: %s", predictor.openjev_fast.describe())
+    return predictor
+
+
+def _verify_predictor(predictor: Any) -> None:
+    missing = [
+        name for name in ("scorer", "predict", "batch_size", "max_candidates") if not hasattr(predictor, name)
+    ]
+    if not missing and not hasattr(predictor.scorer, "model"):
+        missing = ["scorer.model"]
+    if missing:
+        raise UnknownUpstream(
+            "jev.serving.Predictor",
+            "attributes scorer.model, predict, batch_size, max_candidates",
+            f"{type(predictor).__name__} with {type(getattr(predictor, 'scorer', None)).__name__}, "
+            f"without {', '.join(missing)}",
+        )
+
+
+def _report_original(predictor: Any, selection: Selection) -> None:
+    """`torch` was asked for through us: say so where a backend would, if this Open-Jev lets us."""
+    try:
+        jev_server.verify()
+    except UnknownUpstream as error:
+        log.info("openjev-fast: %s", error)
+        return
+    _report(predictor, takeover.Takeover(selection.name, selection.decided_by))
+    jev_server.install()
+
+
+def _report(predictor: Any, taken: takeover.Takeover) -> None:
+    """Make every answer's metadata, and `/health`, say who computed it and who decided that."""
+    answer = predictor.predict
+
+    @functools.wraps(answer)
+    def predict(*args: Any, **arguments: Any) -> Any:
+        with takeover.collect_stats() as calls:
+            result = answer(*args, **arguments)
+        result["metadata"] = {
+            **result.get("metadata", {}),
+            "backend": {**taken.describe(), **takeover.total(calls)},
+        }
+        return result
+
+    predictor.predict = predict
+    predictor.openjev_fast = taken
