@@ -1,0 +1,126 @@
+"""The fast backend: a loaded Open-Jev model in, logits of whole requests from packed forwards out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from openjev_fast_plugin import weights as model_weights
+from openjev_fast_plugin.forest import build_forest, split_to_fit
+from openjev_fast_plugin.forward import forward
+from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.prompts import PromptEncoder
+from openjev_fast_plugin.settings import Settings
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What an engine returns for one request.
+
+    logits: one float32 tensor per record, as Open-Jev's `DecisionModel.forward` returns them.
+    input_tokens: sum of the prompts' lengths, as Open-Jev counts them.
+    stats: rows_asked, rows_computed, forwards and whatever else an engine reports in an answer's metadata.
+    """
+
+    logits: list[torch.Tensor]
+    input_tokens: int
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class FastBackend:
+    """Every candidate of a request in one packed forward: shared text is computed once."""
+
+    name = "fast"
+    summary = "one packed forward per request, shared text computed once"
+
+    def refusal(self, model: Any) -> str | None:
+        """Why this loaded model cannot be taken, naming the value; None when it can."""
+        return model_weights.refusal(model.backbone, model.head)
+
+    def build(self, model: Any, settings: Settings) -> FastEngine:
+        """Take the model's weights. Raises UnsupportedModel, with the model unchanged, where `refusal` has one."""
+        return FastEngine(model, settings)
+
+
+class FastEngine:
+    """Scores requests of one model whose weights it owns."""
+
+    def __init__(self, model: Any, settings: Settings):
+        from jev.api import candidate_prompts
+
+        self._model = model
+        self._encoder = PromptEncoder(model.tokenizer, candidate_prompts)
+        self._weights = model_weights.take_weights(model.backbone, model.head)
+        model.backbone = model_weights.ReleasedBackbone(
+            model_weights.text_model(model.backbone).config, self._weights.backbone_tensors()
+        )
+        self.max_rows = settings.max_rows or default_max_rows(self._weights)
+
+    def describe(self) -> dict[str, Any]:
+        """Static facts for an answer's metadata and for /health."""
+        return {
+            "kernels": "pytorch",
+            "device": str(self._weights.device),
+            "dtype": str(self._weights.dtype).removeprefix("torch."),
+            "max_rows": self.max_rows,
+        }
+
+    @torch.inference_mode()
+    def score(self, records: list[dict[str, Any]]) -> Scores:
+        """Logits of every record of a request.
+
+        records: as `jev.api.compile_request` returns them.
+
+        Raises ValueError when a prompt is longer than the model's `max_length`, or longer than `max_rows` alone.
+        """
+        sequences = self._encoder.encode(records)
+        lengths = [len(sequence) for group in sequences for sequence in group]
+        longest = max(lengths)
+        if longest > self._model.max_length:
+            raise ValueError(
+                f"Input length {longest} exceeds max_length={self._model.max_length}; no silent truncation"
+            )
+        parts = split_to_fit(sequences, self.max_rows)
+        scores: list[list[torch.Tensor]] = [[] for _ in records]
+        rows_computed = 0
+        for part in parts:
+            wanted = [sequence for group, span in part for sequence in sequences[group][span]]
+            flat, rows = self._forward(wanted)
+            rows_computed += rows
+            sizes = [len(sequences[group][span]) for group, span in part]
+            for (group, _), piece in zip(part, flat.split(sizes), strict=True):
+                scores[group].append(piece)
+        logits = [
+            _as_logits(record, torch.cat(pieces)) for record, pieces in zip(records, scores, strict=True)
+        ]
+        total = sum(lengths)
+        stats = {"rows_asked": total, "rows_computed": rows_computed, "forwards": len(parts)}
+        return Scores(logits, total, stats)
+
+    def _forward(self, sequences: list[np.ndarray]) -> tuple[torch.Tensor, int]:
+        forest = build_forest(sequences)
+        layout = build_layout(forest, self._weights.shapes, self._weights.dtype, self._weights.device)
+        return forward(self._weights, layout), layout.rows
+
+
+def _as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
+    """One logit per option; a noul's no has logit 0, as Open-Jev defines it."""
+    return torch.cat([torch.zeros_like(scores), scores]) if record["kind"] == "noul" else scores
+
+
+def default_max_rows(weights: model_weights.Weights) -> int:
+    """Rows whose activations fit in a quarter of the memory that is free now, between 4,096 and 262,144."""
+    shapes, item = weights.shapes, weights.embedding.element_size()
+    if weights.device.type == "cuda":
+        free = torch.cuda.mem_get_info(weights.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    mixer = shapes.conv_channels + shapes.value_heads * shapes.value_dim
+    attention = 2 * (shapes.query_heads + shapes.kv_heads) * shapes.head_dim
+    # Live at the widest point of a layer: residual and norm, the fused projection, and float32 working copies.
+    row_bytes = 4 * shapes.hidden * item + max(3 * shapes.intermediate * item, max(mixer, attention) * (item + 16))
+    return max(4096, min(free // 4 // row_bytes, 262_144))

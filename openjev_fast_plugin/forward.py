@@ -1,0 +1,119 @@
+"""One forward pass over a packed forest: the layer loop over the ops."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from openjev_fast_plugin.layout import Layout
+from openjev_fast_plugin.ops import (
+    add_rms_norm,
+    attention_prepare,
+    delta_prepare,
+    delta_rule,
+    gated_rms_norm,
+    head_score,
+    silu_mul,
+    tree_attention,
+)
+from openjev_fast_plugin.weights import FullAttentionWeights, LinearAttentionWeights, Shapes, Weights
+
+
+def forward(weights: Weights, layout: Layout) -> torch.Tensor:
+    """Scores [C] float32 of a forest's candidates.
+
+    Every packed row is computed once. The last layer computes what the read rows need: keys, values and states of
+    every row, and queries, projections and MLP of the read rows alone.
+    """
+    shapes, last = weights.shapes, len(weights.layers) - 1
+    residual = F.embedding(layout.token, weights.embedding)
+    update = None
+    for index, layer in enumerate(weights.layers):
+        read = layout.read_row if index == last else None
+        residual, normed = add_rms_norm(residual, update, layer.input_norm, shapes.eps)
+        if isinstance(layer.mixer, LinearAttentionWeights):
+            update = _linear_attention(normed, layer.mixer, layout, shapes, read)
+        else:
+            update = _full_attention(normed, layer.mixer, layout, shapes, read)
+        if read is not None:
+            residual = residual.index_select(0, read)
+        residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
+        update = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+    return head_score(
+        residual,
+        update,
+        layout.candidate_read,
+        weights.final_norm,
+        weights.head_weight,
+        weights.head_bias,
+        shapes.eps,
+    )
+
+
+def _linear_attention(
+    normed: torch.Tensor,
+    weights: LinearAttentionWeights,
+    layout: Layout,
+    shapes: Shapes,
+    read: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gated DeltaNet over every row [N, hidden]; the output of the rows in `read` only, where given."""
+    channels, values = shapes.conv_channels, shapes.value_heads * shapes.value_dim
+    if read is None:
+        qkv, z, ba = F.linear(normed, weights.project).split([channels, values, 2 * shapes.value_heads], dim=1)
+    else:
+        qkv = F.linear(normed, weights.project[:channels])
+        z = F.linear(normed.index_select(0, read), weights.project[channels : channels + values])
+        ba = F.linear(normed, weights.project[channels + values :])
+    b, a = ba.chunk(2, dim=1)
+    q, k, v, g, beta = delta_prepare(
+        qkv,
+        b,
+        a,
+        layout.predecessor,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        shapes.key_heads,
+        shapes.key_dim,
+    )
+    mixed = delta_rule(q, k, v, g, beta, layout.delta)
+    if read is not None:
+        mixed = mixed.index_select(0, read)
+    z = z.unflatten(1, (shapes.value_heads, shapes.value_dim))
+    return F.linear(gated_rms_norm(mixed, z, weights.norm, shapes.eps), weights.output)
+
+
+def _full_attention(
+    normed: torch.Tensor,
+    weights: FullAttentionWeights,
+    layout: Layout,
+    shapes: Shapes,
+    read: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gated attention of every row [N, hidden]; queries and output of the rows in `read` only, where given."""
+    query_width, key_width = 2 * shapes.query_heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    if read is None:
+        projected = F.linear(normed, weights.project)
+        q_gate, keys, values = projected.split([query_width, key_width, key_width], dim=1)
+        q_cos, q_sin, plan = layout.cos, layout.sin, layout.attention
+    else:
+        q_gate = F.linear(normed.index_select(0, read), weights.project[:query_width])
+        keys, values = F.linear(normed, weights.project[query_width:]).chunk(2, dim=1)
+        q_cos, q_sin = layout.cos.index_select(0, read), layout.sin.index_select(0, read)
+        plan = layout.read_attention
+    q, gate = q_gate.unflatten(1, (shapes.query_heads, 2 * shapes.head_dim)).chunk(2, dim=2)
+    keys, values = (x.unflatten(1, (shapes.kv_heads, shapes.head_dim)) for x in (keys, values))
+    q, k = attention_prepare(
+        q,
+        keys,
+        weights.q_norm,
+        weights.k_norm,
+        q_cos,
+        q_sin,
+        layout.cos,
+        layout.sin,
+        shapes.eps,
+    )
+    mixed = tree_attention(q, k, values, gate, shapes.head_dim**-0.5, plan)
+    return F.linear(mixed, weights.output)

@@ -1,0 +1,245 @@
+"""The gated delta rule over a forest: every node starts from its parent's final state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from openjev_fast_plugin.ops._library import define
+
+
+class DeltaPlan(NamedTuple):
+    """Chunks of a forest's nodes in the order they can run; B chunks in steps of independent chunks.
+
+    chunk_start, chunk_length: [B] int32, the packed rows of each chunk (at most chunk_size; a node's rows are cut
+        from its first row on).
+    chunk_source: [B] int32, state slot a chunk starts from, -1 for zeros.
+    chunk_target: [B] int32, state slot a chunk leaves its final state in, -1 where nobody reads it.
+    step_start: [steps + 1] int32 on the CPU; chunks step_start[i]:step_start[i + 1] depend on earlier steps only.
+    step_kept: [steps] int32 on the CPU; the first step_kept[i] chunks of a step have a target, the rest none.
+    slots: number of state slots.
+    chunk_size: longest chunk.
+    """
+
+    chunk_start: torch.Tensor
+    chunk_length: torch.Tensor
+    chunk_source: torch.Tensor
+    chunk_target: torch.Tensor
+    step_start: torch.Tensor
+    step_kept: torch.Tensor
+    slots: int
+    chunk_size: int
+
+
+def plan_delta_rule(
+    node_start: np.ndarray, node_length: np.ndarray, node_parent: np.ndarray, chunk_size: int, device: torch.device
+) -> DeltaPlan:
+    """Cut nodes into chunks and order them; host code.
+
+    node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
+    chunk_size: longest chunk, at least 1.
+    """
+    nodes = len(node_start)
+    chunks = -(-node_length // chunk_size)
+    first_step = np.zeros(nodes, dtype=np.int64)
+    has_child = np.zeros(nodes, dtype=bool)
+    for node, parent in enumerate(node_parent):
+        if parent >= 0:
+            first_step[node] = first_step[parent] + chunks[parent]
+            has_child[parent] = True
+    keeps_state = has_child | (chunks > 1)
+    slot = np.where(keeps_state, np.cumsum(keeps_state) - 1, -1)
+
+    node = np.repeat(np.arange(nodes), chunks)
+    index = np.arange(len(node)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    parent_slot = np.where(node_parent >= 0, slot[node_parent], -1)
+    source = np.where(index > 0, slot[node], parent_slot[node])
+    last = index == chunks[node] - 1
+    target = np.where(last & ~has_child[node], -1, slot[node])
+    step = first_step[node] + index
+    steps = int(step.max()) + 1
+    order = np.lexsort((target < 0, step))
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values[order].astype(np.int32)).to(device)
+
+    def count(values: np.ndarray) -> np.ndarray:
+        return np.bincount(values, minlength=steps).astype(np.int32)
+
+    return DeltaPlan(
+        chunk_start=tensor(node_start[node] + index * chunk_size),
+        chunk_length=tensor(np.minimum(node_length[node] - index * chunk_size, chunk_size)),
+        chunk_source=tensor(source),
+        chunk_target=tensor(target),
+        step_start=torch.from_numpy(np.concatenate([[0], np.cumsum(count(step))]).astype(np.int32)),
+        step_kept=torch.from_numpy(count(step[target >= 0])),
+        slots=int(keeps_state.sum()),
+        chunk_size=chunk_size,
+    )
+
+
+def delta_rule_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    chunk_size: int = 64,
+) -> torch.Tensor:
+    """The readable twin of :func:`delta_rule`, node by node and chunk by chunk.
+
+    In bfloat16 it rounds where FLA's chunked path rounds (fla-core 0.5.2: ``chunk_scaled_dot_kkt``, ``solve_tril``,
+    ``wy_fast``, ``chunk_delta_h``, ``chunk_o``): the inverse, w, u, v_new, the state entering a product, the
+    attention weights and the output; in float32 nothing rounds.
+    """
+    dtype, groups = q.dtype, v.shape[1] // q.shape[1]
+    scale = q.shape[2] ** -0.5
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).float()
+
+    # [heads, rows, dim] in float32, key heads repeated for their value heads.
+    q, k = (x.float().repeat_interleave(groups, dim=1).transpose(0, 1) for x in (q, k))
+    values, decay, write = v.float().transpose(0, 1), g.t(), beta.t().unsqueeze(-1)
+    output = torch.empty_like(values)
+    states: list[torch.Tensor] = []
+    for start, length, parent in zip(node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True):
+        state = states[parent] if parent >= 0 else q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
+        for first in range(start, start + length, chunk_size):
+            rows = slice(first, min(first + chunk_size, start + length))
+            qc, kc, vc, bc = q[:, rows], k[:, rows], values[:, rows], write[:, rows]
+            cumulative = decay[:, rows].cumsum(-1)
+            ratio = torch.exp(cumulative[:, :, None] - cumulative[:, None, :]).tril()
+            inside = (bc * (kc @ kc.transpose(1, 2)) * ratio).tril(-1)
+            identity = torch.eye(inside.shape[1], dtype=torch.float32, device=q.device)
+            inverse = rounded(torch.linalg.inv(identity + inside))
+            since_start = torch.exp(cumulative).unsqueeze(-1)
+            u = rounded(inverse @ rounded(vc * bc))
+            w = rounded(inverse @ rounded(rounded(kc * bc) * since_start))
+            v_new = u - w @ rounded(state)
+            weights = rounded(((qc @ kc.transpose(1, 2)) * ratio).tril())
+            output[:, rows] = scale * (since_start * (qc @ rounded(state)) + weights @ rounded(v_new))
+            to_end = torch.exp(cumulative[:, -1:] - cumulative).unsqueeze(-1)
+            state = torch.exp(cumulative[:, -1])[:, None, None] * state + kc.transpose(1, 2) @ rounded(v_new * to_end)
+        states.append(state)
+    return output.transpose(0, 1).to(dtype)
+
+
+def _portable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_start: torch.Tensor,
+    chunk_length: torch.Tensor,
+    chunk_source: torch.Tensor,
+    chunk_target: torch.Tensor,
+    step_start: torch.Tensor,
+    step_kept: torch.Tensor,
+    slots: int,
+    chunk_size: int,
+) -> torch.Tensor:
+    rows, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[1:]
+    groups, scale = value_heads // key_heads, key_dim**-0.5
+    offset = torch.arange(chunk_size, device=q.device)
+    inside = offset < chunk_length[:, None]
+    row = torch.where(inside, chunk_start[:, None] + offset, rows)
+    flat = row.flatten()
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        """[N, heads(, dim)] to [B, heads, chunk(, dim)] float32, zeros past a chunk's end."""
+        padded = torch.zeros(rows + 1, *x.shape[1:], dtype=torch.float32, device=x.device)
+        padded[:rows] = x
+        return padded.index_select(0, flat).view(-1, chunk_size, *x.shape[1:]).transpose(1, 2).contiguous()
+
+    def grouped(x: torch.Tensor) -> torch.Tensor:
+        """[B, value heads, ...] seen as [B, key heads, group, ...]."""
+        return x.view(x.shape[0], key_heads, groups, *x.shape[2:])
+
+    # State-independent work of every chunk at once.
+    qc, kc, vc = chunked(q).unsqueeze(2), chunked(k).unsqueeze(2), grouped(chunked(v))
+    cumulative = grouped(chunked(g)).cumsum(-1)
+    write = grouped(chunked(beta)).unsqueeze(-1)
+    ratio = (cumulative.unsqueeze(-1) - cumulative.unsqueeze(-2)).tril_().exp_()
+    since_start = cumulative.exp().unsqueeze(-1)
+    to_end = (cumulative[..., -1:] - cumulative).exp().unsqueeze(-1)
+    whole = since_start[..., -1:, :]
+    k_t = kc.transpose(-1, -2)
+    lower = (write * ratio).mul_(kc @ k_t)
+    known = torch.cat([write * vc, write * since_start * kc], dim=-1)
+    # solve_triangular reads below the diagonal only and takes the diagonal as ones.
+    solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
+    u, w = solved[..., :value_dim], solved[..., value_dim:]
+    weights = ratio.mul_(qc @ k_t).tril_()
+    k_to_end = (kc * to_end).transpose(-1, -2)
+    q_since = qc * since_start
+
+    # The recurrence, one step of independent chunks after another.
+    states = q.new_zeros(slots + 1, key_heads, groups, key_dim, value_dim, dtype=torch.float32)
+    output = torch.empty_like(u)
+    source = torch.where(chunk_source < 0, slots, chunk_source)
+    bounds = step_start.tolist()
+    for first, end, kept in zip(bounds[:-1], bounds[1:], step_kept.tolist(), strict=True):
+        state = states.index_select(0, source[first:end])
+        v_new = u[first:end] - w[first:end] @ state
+        output[first:end] = q_since[first:end] @ state + weights[first:end] @ v_new
+        if kept:
+            keep = slice(first, first + kept)
+            after = whole[keep] * state[:kept] + k_to_end[keep] @ v_new[:kept]
+            states.index_copy_(0, chunk_target[keep].long(), after)
+    by_row = output.mul_(scale).view(-1, value_heads, chunk_size, value_dim).transpose(1, 2)
+    result = v.new_empty(rows, value_heads, value_dim)
+    result[row[inside].long()] = by_row[inside].to(v.dtype)
+    return result
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_start: torch.Tensor,
+    chunk_length: torch.Tensor,
+    chunk_source: torch.Tensor,
+    chunk_target: torch.Tensor,
+    step_start: torch.Tensor,
+    step_kept: torch.Tensor,
+    slots: int,
+    chunk_size: int,
+) -> torch.Tensor:
+    return v.new_empty(v.shape)
+
+
+_op = define(
+    "delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor chunk_start, Tensor chunk_length, "
+    "Tensor chunk_source, Tensor chunk_target, Tensor step_start, Tensor step_kept, int slots, int chunk_size) "
+    "-> Tensor",
+    portable=_portable,
+    fake=_fake,
+)
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, plan: DeltaPlan
+) -> torch.Tensor:
+    """Per value head, along every path: ``S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q / sqrt(K)``.
+
+    q, k: [N, H, K] model dtype (bfloat16 or float32), L2-normalised; value head h uses key head h // (HV / H).
+    v: [N, HV, V] model dtype.
+    g: [N, HV] float32, natural logarithm of the decay, at most 0.
+    beta: [N, HV] float32, write strength.
+    plan: the forest's chunks from :func:`plan_delta_rule`.
+
+    Returns o [N, HV, V] of the model dtype. A node starts from its parent's final state, a root from zeros; states
+    are float32. The portable implementation is float32 inside and rounds the output once. Rows of no chunk are not
+    written. Source: Gated Delta Networks (arXiv 2412.06464) in the chunked form of arXiv 2406.06484.
+    """
+    return _op(q, k, v, g, beta, *plan)

@@ -1,0 +1,214 @@
+"""Attention of packed rows over row ranges: ancestors in full, the own node causally, gated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from openjev_fast_plugin.ops._library import define
+
+# Bounds of one block, so that its mask stays small whatever the forest: queries by own rows.
+_BLOCK_QUERIES = 256
+_BLOCK_OWN_ROWS = 1024
+
+
+class AttentionPlan(NamedTuple):
+    """Blocks of queries that share their ancestors; M queries in B blocks, R ranges of keys.
+
+    query_row: [M] int32, packed row of each query, ascending; a query sees no row after it.
+    query_first: [M] int32, first row of the query's own node.
+    block_query: [B + 1] int32 on the CPU, queries block_query[i]:block_query[i + 1] form a block.
+    block_own: [B, 2] int32 on the CPU, rows [first, end) that hold the own nodes of a block's queries.
+    block_range: [B + 1] int32 on the CPU, a block's ranges are block_range[i]:block_range[i + 1].
+    range_rows: [R, 2] int32 on the CPU, rows [first, end) of an ancestor, seen by every query of the block.
+    """
+
+    query_row: torch.Tensor
+    query_first: torch.Tensor
+    block_query: torch.Tensor
+    block_own: torch.Tensor
+    block_range: torch.Tensor
+    range_rows: torch.Tensor
+
+
+def plan_attention(
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    query_row: np.ndarray,
+    query_node: np.ndarray,
+    device: torch.device,
+) -> AttentionPlan:
+    """Group queries with common ancestors into bounded blocks; host code.
+
+    node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
+    query_row, query_node: [M] integers, ascending rows and their nodes.
+    """
+    ancestors: list[tuple[tuple[int, int], ...]] = []
+    for start, length, parent in zip(node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True):
+        above = ancestors[parent] if parent >= 0 else ()
+        # A run of rows that continues the one above it is one range.
+        if above and above[-1][1] == start:
+            ancestors.append((*above[:-1], (above[-1][0], start + length)))
+        else:
+            ancestors.append((*above, (start, start + length)))
+
+    block_query, block_own, block_range, range_rows = [0], [], [0], []
+    first_row = node_start[query_node]
+    rows, nodes, firsts = query_row.tolist(), query_node.tolist(), first_row.tolist()
+    parents = node_parent.tolist()
+    begin, total = 0, len(rows)
+    while begin < total:
+        parent = parents[nodes[begin]]
+        own_first = firsts[begin]
+        end = begin + 1
+        if parent < 0:
+            # A root has no ancestors: its queries run as one causal block of any length.
+            while end < total and nodes[end] == nodes[begin]:
+                end += 1
+        else:
+            while (
+                end < total
+                and end - begin < _BLOCK_QUERIES
+                and parents[nodes[end]] == parent
+                and (nodes[end] == nodes[begin] or rows[end] - own_first < _BLOCK_OWN_ROWS)
+            ):
+                end += 1
+            range_rows.extend(ancestors[parent])
+        block_query.append(end)
+        block_own.append((own_first, rows[end - 1] + 1))
+        block_range.append(len(range_rows))
+        begin = end
+
+    def host(values: list, *shape: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).reshape(*shape)
+
+    return AttentionPlan(
+        query_row=torch.from_numpy(query_row.astype(np.int32)).to(device),
+        query_first=torch.from_numpy(first_row.astype(np.int32)).to(device),
+        block_query=host(block_query, -1),
+        block_own=host(block_own, -1, 2),
+        block_range=host(block_range, -1),
+        range_rows=host(range_rows, -1, 2),
+    )
+
+
+def tree_attention_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    scale: float,
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    query_row: np.ndarray,
+    query_node: np.ndarray,
+) -> torch.Tensor:
+    """The readable twin of :func:`tree_attention`, one query at a time over the rows gathered from its path."""
+    groups, dtype = q.shape[1] // k.shape[1], q.dtype
+    output = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    for index, (row, node) in enumerate(zip(query_row.tolist(), query_node.tolist(), strict=True)):
+        path = list(range(int(node_start[node]), row + 1))
+        while node_parent[node] >= 0:
+            node = int(node_parent[node])
+            path = list(range(int(node_start[node]), int(node_start[node] + node_length[node]))) + path
+        keys = k[path].float().repeat_interleave(groups, dim=1)
+        values = v[path].float().repeat_interleave(groups, dim=1)
+        weights = torch.softmax(torch.einsum("hd,nhd->hn", q[index].float(), keys) * scale, dim=-1)
+        output[index] = torch.einsum("hn,nhd->hd", weights, values)
+    gates = torch.sigmoid(gate.float()).to(dtype).float()
+    return (output.to(dtype).float() * gates).to(dtype).flatten(1)
+
+
+def _portable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    scale: float,
+    query_row: torch.Tensor,
+    query_first: torch.Tensor,
+    block_query: torch.Tensor,
+    block_own: torch.Tensor,
+    block_range: torch.Tensor,
+    range_rows: torch.Tensor,
+) -> torch.Tensor:
+    queries = q.transpose(0, 1).unsqueeze(0)
+    keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+    output = torch.empty_like(q)
+    bounds, owns, range_bounds = block_query.tolist(), block_own.tolist(), block_range.tolist()
+    ranges = range_rows.tolist()
+    for block, (own_first, own_end) in enumerate(owns):
+        begin, end = bounds[block], bounds[block + 1]
+        above = ranges[range_bounds[block] : range_bounds[block + 1]]
+        whole_root = not above and end - begin == own_end - own_first
+        mask = None
+        if not whole_root:
+            own = torch.arange(own_first, own_end, dtype=torch.int32, device=q.device)
+            seen = (own >= query_first[begin:end, None]) & (own <= query_row[begin:end, None])
+            shared = sum(last - first for first, last in above)
+            mask = F.pad(seen, (shared, 0), value=True)
+        spans = [*above, [own_first, own_end]]
+        block_keys, block_values = (
+            x[:, :, own_first:own_end] if not above else torch.cat([x[:, :, a:b] for a, b in spans], dim=2)
+            for x in (keys, values)
+        )
+        out = F.scaled_dot_product_attention(
+            queries[:, :, begin:end],
+            block_keys,
+            block_values,
+            attn_mask=mask,
+            is_causal=whole_root,
+            scale=scale,
+            enable_gqa=True,
+        )
+        output[begin:end] = out[0].transpose(0, 1)
+    return output.mul_(torch.sigmoid(gate)).flatten(1)
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    scale: float,
+    query_row: torch.Tensor,
+    query_first: torch.Tensor,
+    block_query: torch.Tensor,
+    block_own: torch.Tensor,
+    block_range: torch.Tensor,
+    range_rows: torch.Tensor,
+) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+_op = define(
+    "tree_attention(Tensor q, Tensor k, Tensor v, Tensor gate, float scale, Tensor query_row, Tensor query_first, "
+    "Tensor block_query, Tensor block_own, Tensor block_range, Tensor range_rows) -> Tensor",
+    portable=_portable,
+    fake=_fake,
+)
+
+
+def tree_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, scale: float, plan: AttentionPlan
+) -> torch.Tensor:
+    """``softmax(scale q k^T) v`` over each query's path, times ``sigmoid(gate)``.
+
+    q: [M, HQ, D] model dtype (bfloat16 or float32), contiguous: the rows named by the plan.
+    k: [N, HKV, D], v: [N, HKV, D] model dtype, every packed row; v's rows may be strided. Query head h uses key
+        head h // (HQ / HKV).
+    gate: [M, HQ, D] model dtype, rows and heads may be strided.
+    scale: multiplies the dot products.
+    plan: from :func:`plan_attention`; a query sees its ancestors' rows and its own node's rows up to itself.
+
+    Returns [M, HQ * D] of the model dtype. Softmax is float32; the attention output is rounded, the sigmoid is
+    rounded, their product is rounded: the points of ``Qwen3_5Attention.forward`` of Transformers 5.10.2. Memory
+    grows with rows and nodes; no mask is larger than 256 queries by their ancestors and 1,024 own rows (a longer
+    own node adds its own length).
+    """
+    return _op(q, k, v, gate, scale, *plan)
