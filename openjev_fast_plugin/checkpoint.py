@@ -71,7 +71,8 @@ def make_checkpoint(
     seed: of the weights; the tokenizer depends on the profile's vocabulary size only
     progress: called with one line of text as the work goes on
 
-    Returns the path to give to `--checkpoint`. ValueError for an unknown profile, FileExistsError when
+    Returns the path to give to `--checkpoint`; the package names its base by absolute path, so the folder
+    works where it was written. ValueError for an unknown profile, FileExistsError when
     `out` already holds something.
     """
     if profile not in PROFILES:
@@ -127,7 +128,7 @@ def model_config(shapes: Profile, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5
     from transformers import Qwen3_5Config
 
     half = shapes.rotary_dim // 2
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ADDED_TOKENS}
+    ids = tokenizer.get_vocab()
     text = {
         "vocab_size": shapes.vocab,
         "hidden_size": shapes.hidden,
@@ -216,15 +217,20 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.bfloat16)
 
 
-def _write_base_weights(base: Path, config: Qwen3_5Config, seed: int, say: Progress) -> None:
-    """Draw and write the safetensors of the whole image-text model, one shard in memory at a time."""
+def _empty_model(config: Qwen3_5Config) -> Any:
+    """The whole image-text model without storage, for its names and shapes."""
     import torch
-    from safetensors.torch import save_file
     from transformers import Qwen3_5ForConditionalGeneration
 
     with torch.device("meta"):
-        model = Qwen3_5ForConditionalGeneration(config)
-    parameters = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        return Qwen3_5ForConditionalGeneration(config)
+
+
+def _write_base_weights(base: Path, config: Qwen3_5Config, seed: int, say: Progress) -> None:
+    """Draw and write the safetensors of the whole image-text model, one shard in memory at a time."""
+    from safetensors.torch import save_file
+
+    parameters = {name: tuple(tensor.shape) for name, tensor in _empty_model(config).named_parameters()}
     sizes = {name: 2 * prod(shape) for name, shape in parameters.items()}
     total = sum(sizes.values())
     say(f"writing {total / 2e6:.1f} M parameters, {total / 1e6:.0f} MB")
@@ -260,7 +266,6 @@ def _write_adapter(folder: Path, config: Qwen3_5Config, base: str, seed: int) ->
     import torch
     from peft import LoraConfig
     from safetensors.torch import save_file
-    from transformers import Qwen3_5TextModel
 
     lora = LoraConfig(
         r=LORA_RANK,
@@ -275,10 +280,8 @@ def _write_adapter(folder: Path, config: Qwen3_5Config, base: str, seed: int) ->
     written["target_modules"] = sorted(LORA_TARGETS)  # PEFT keeps a set: its order differs between runs
     _write_json(adapter_config, written)
 
-    with torch.device("meta"):
-        backbone = Qwen3_5TextModel(config.text_config)
     tensors = {}
-    for name, module in backbone.named_modules():
+    for name, module in _empty_model(config).model.language_model.named_modules():
         if name.rpartition(".")[2] not in LORA_TARGETS or not isinstance(module, torch.nn.Linear):
             continue
         for part, shape, scale in (
@@ -354,21 +357,22 @@ CHAT_TEMPLATE = """\
 
 def train_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most `vocab` tokens, the added ones included; "Yes" and "No" are single."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import pre_tokenizers as split
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe.pre_tokenizer = split.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRETOKENIZE), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            split.Split(Regex(PRETOKENIZE), behavior="isolated"),
+            split.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - len(ADDED_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=split.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(_corpus(), trainer)
@@ -393,47 +397,49 @@ up its about into than them can only other new some could time these two may the
 like our over man me even most made after also did many before must through back years where much your way
 well down should because each just those people how too little state good very make world still own see men
 work long get here between both life being under never day same another know while last might us great old
-year off come since against go came right used take three please customer order refund invoice ticket account
-payment delivery support billing urgent angry request context question answer proposed correct yes reply
-message email phone call team agent service product price charge charged twice money bank card address broken
-damaged late missing wrong cancel return replace exchange warranty shipping package parcel tracking number
-status update password login error problem issue help need want tell ask wait week month today tomorrow
-yesterday hour minute morning evening happy calm annoyed frustrated furious polite rude clear unclear simple
-complex high low medium level score choice option route department sales technical legal finance human manager
-review approve reject confirm check verify send receive open close start stop begin end change keep lose find
-give show write read speak hear feel think believe understand remember forget decide choose compare measure
-count sort build test run walk drive fly travel arrive leave stay live move house room door window table chair
-kitchen garden street city town country river mountain sea island forest tree flower animal dog cat horse bird
-fish food bread water milk coffee tea sugar salt fruit apple orange green blue red white black yellow brown
-large small short tall wide narrow deep heavy light fast slow early easy hard strong weak young rich poor cold
-warm hot dry wet clean dirty full empty quiet loud safe dangerous important possible likely certain true false
-reason result cause effect fact idea story book page line word letter sentence language name place part side
-point case group company market office school student teacher doctor nurse police court law rule contract
-clause agreement tenant landlord rent lease insurance claim policy premium tax budget report data record file
-table field value key list string object array index system server client network machine computer software
-code function method class module version release feature bug crash memory disk speed power energy engine
-battery screen button device sensor camera image video sound music film game sport player match win lost
-science research study theory model sample method patient treatment symptom medicine dose risk benefit
-weather rain snow wind storm summer winter spring autumn north south east west left january february march
-april june july august september october november december monday tuesday wednesday thursday friday saturday
-sunday first second third half quarter hundred thousand million percent total average minimum maximum
-already ago yet soon later often always never sometimes again almost enough quite rather perhaps maybe really
-nobody somebody everybody nothing something anything everything nowhere anywhere everywhere myself yourself
-himself itself ourselves themselves otherwise however although though unless until whether either neither both
-several few less least worse worst best better next previous following above below behind beside inside outside
-around across along toward against within without among during except instead once whenever wherever whoever
-whose whom shall cannot didn doesn isn wasn won couldn wouldn shouldn haven hasn aren weren hello hi dear thanks
-thank regards sincerely sorry welcome sure okay fine great bad terrible awful excellent perfect nice lovely
-ordered arrived received refused shipped delivered returned paid sent called waited promised expected replied
-opened closed used told asked said took gave got made came went left bought sold met felt thought knew began
-cracked scratched leaking dented torn faulty defective promising written photo photos picture receipt proof
-dispute complaint chargeback warranty voucher discount coupon subscription plan trial renewal upgrade downgrade
-user assistant system conversation chat history transcript summary note notes ticket priority severity category
-label topic tag intent sentiment mood tone emotion calmly routing review handled escalated resolved pending
-machine tank coffee water kettle laptop headset keyboard charger cable shoes jacket dress shirt bag watch ring
+year off come since against go came right used take three please customer order refund invoice ticket
+account payment delivery support billing urgent angry request context question answer proposed correct yes
+reply message email phone call team agent service product price charge charged twice money bank card address
+broken damaged late missing wrong cancel return replace exchange warranty shipping package parcel tracking
+number status update password login error problem issue help need want tell ask wait week month today
+tomorrow yesterday hour minute morning evening happy calm annoyed frustrated furious polite rude clear
+unclear simple complex high low medium level score choice option route department sales technical legal
+finance human manager review approve reject confirm check verify send receive open close start stop begin
+end change keep lose find give show write read speak hear feel think believe understand remember forget
+decide choose compare measure count sort build test run walk drive fly travel arrive leave stay live move
+house room door window table chair kitchen garden street city town country river mountain sea island forest
+tree flower animal dog cat horse bird fish food bread water milk coffee tea sugar salt fruit apple orange
+green blue red white black yellow brown large small short tall wide narrow deep heavy light fast slow early
+easy hard strong weak young rich poor cold warm hot dry wet clean dirty full empty quiet loud safe dangerous
+important possible likely certain true false reason result cause effect fact idea story book page line word
+letter sentence language name place part side point case group company market office school student teacher
+doctor nurse police court law rule contract clause agreement tenant landlord rent lease insurance claim
+policy premium tax budget report data record file table field value key list string object array index
+system server client network machine computer software code function method class module version release
+feature bug crash memory disk speed power energy engine battery screen button device sensor camera image
+video sound music film game sport player match win lost science research study theory model sample method
+patient treatment symptom medicine dose risk benefit weather rain snow wind storm summer winter spring
+autumn north south east west left january february march april june july august september october november
+december monday tuesday wednesday thursday friday saturday sunday first second third half quarter hundred
+thousand million percent total average minimum maximum already ago yet soon later often always never
+sometimes again almost enough quite rather perhaps maybe really nobody somebody everybody nothing something
+anything everything nowhere anywhere everywhere myself yourself himself itself ourselves themselves
+otherwise however although though unless until whether either neither both several few less least worse
+worst best better next previous following above below behind beside inside outside around across along
+toward against within without among during except instead once whenever wherever whoever whose whom shall
+cannot didn doesn isn wasn won couldn wouldn shouldn haven hasn aren weren hello hi dear thanks thank
+regards sincerely sorry welcome sure okay fine great bad terrible awful excellent perfect nice lovely
+ordered arrived received refused shipped delivered returned paid sent called waited promised expected
+replied opened closed used told asked said took gave got made came went left bought sold met felt thought
+knew began cracked scratched leaking dented torn faulty defective promising written photo photos picture
+receipt proof dispute complaint chargeback warranty voucher discount coupon subscription plan trial renewal
+upgrade downgrade user assistant system conversation chat history transcript summary note notes ticket
+priority severity category label topic tag intent sentiment mood tone emotion calmly routing review handled
+escalated resolved pending machine tank coffee water kettle laptop headset keyboard charger cable shoes
+jacket dress shirt bag watch ring
 """
-_SUFFIXES = ("", "", "", "", "", "", "s", "s", "ed", "ing", "er", "ly", "able", "ment", "ness", "less", "ful", "ation")
-_PREFIXES = ("", "", "", "", "", "", "", "", "un", "re", "over", "pre")
+_SUFFIXES = ("",) * 6 + ("s", "s", "ed", "ing", "er", "ly", "able", "ment", "ness", "less", "ful", "ation")
+_PREFIXES = ("",) * 8 + ("un", "re", "over", "pre")
 _OTHER_SCRIPTS = (
     "Die Rechnung für März wurde doppelt abgebucht, bitte prüfen Sie das.",
     "Le colis est arrivé abîmé ; je voudrais être remboursé rapidement.",
@@ -461,7 +467,8 @@ def _corpus() -> Iterator[str]:
         state, question, option = sentence(), sentence(), " ".join(rng.choices(words, k=3))
         yield f"Context:\n{state} {sentence()}\n\nQuestion: {question}\n"
         yield f"Proposed answer: {option}\nIs this proposed answer correct? Answer Yes or No.\nYes\nNo\n"
-        yield f"Is the answer to this question yes? Answer Yes or No.\nYes means: {option}\nNo means: {state}\n"
+        yield "Is the answer to this question yes? Answer Yes or No.\n"
+        yield f"Yes means: {option}\nNo means: {state}\n"
         order = {"id": rng.randint(1, 99999), rng.choice(words): rng.choice(words), "ok": rng.random() < 0.5}
         yield f"user\n{sentence()}\nassistant\n\n"
         yield f"{state}\n\n{option.capitalize()}"

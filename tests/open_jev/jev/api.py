@@ -1,4 +1,4 @@
-"""Stand-in for Open-Jev (see `jev/__init__.py`): requests to records, records to prompts, probabilities to answers.
+"""Stand-in for Open-Jev (see `jev/__init__.py`): requests to records, prompts and typed answers.
 
 A record is one question, ready for the model: `{id, state, kind, question, options, answer_keys}` and,
 for a score, `legend`. This module does not import torch.
@@ -34,11 +34,11 @@ def candidate_prompts(record: dict) -> list[str]:
 
 
 def format_response(records: list[dict], probabilities: list[list[float]]) -> dict:
-    """`{"answers": {id: answer}}`. ValueError unless every row is a distribution over its record's answers."""
+    """`{"answers": {id: answer}}`. ValueError unless each row is a distribution over its record's answers."""
     if len(records) != len(probabilities):
         raise ValueError("one probability row per question is required")
     answers = {}
-    for record, row in zip(records, probabilities):
+    for record, row in zip(records, probabilities, strict=True):
         _check_distribution(record, row)
         answers[record["id"]] = _answer(record, row)
     return {"answers": answers}
@@ -62,7 +62,9 @@ def _compile_question(state: Any, name: str, question: dict) -> dict:
 
 def _compile_choice(record: dict, criteria: Any) -> dict:
     if not isinstance(criteria, dict) or not 1 <= len(criteria) <= MAX_OPTIONS:
-        raise ValueError(f"question {record['id']!r}: choice criteria must be an object of 1 to {MAX_OPTIONS} options")
+        raise ValueError(
+            f"question {record['id']!r}: choice criteria must be an object, 1 to {MAX_OPTIONS} options"
+        )
     for option, description in criteria.items():
         if not option or not (description is None or isinstance(description, (str, dict, list))):
             raise ValueError(f"question {record['id']!r}: options are names with a text or null")
@@ -72,20 +74,24 @@ def _compile_choice(record: dict, criteria: Any) -> dict:
 
 def _compile_score(record: dict, criteria: Any) -> dict:
     if not isinstance(criteria, list) or not MIN_LEVELS <= len(criteria) <= MAX_LEVELS:
-        raise ValueError(
-            f"question {record['id']!r}: score criteria must be an array of {MIN_LEVELS} to {MAX_LEVELS} levels"
-        )
+        allowed = f"{MIN_LEVELS} to {MAX_LEVELS} levels"
+        raise ValueError(f"question {record['id']!r}: score criteria must be an array of {allowed}")
     if not all(isinstance(level, (str, dict, list)) and level for level in criteria):
         raise ValueError(f"question {record['id']!r}: every level needs a text")
     options = [_text(level) for level in criteria]
     keys = [str(index) for index in range(len(options))]
-    return {**record, "options": options, "answer_keys": keys, "legend": dict(zip(keys, options))}
+    return {
+        **record,
+        "options": options,
+        "answer_keys": keys,
+        "legend": dict(zip(keys, options, strict=True)),
+    }
 
 
 def _compile_noul(record: dict, criteria: Any) -> dict:
     if criteria is not None:
         if not isinstance(criteria, dict) or set(criteria) != {"true", "false"}:
-            raise ValueError(f"question {record['id']!r}: noul criteria must be null or have both true and false")
+            raise ValueError(f"question {record['id']!r}: noul criteria need both true and false, or null")
         if not all(isinstance(text, (str, dict, list)) and text for text in criteria.values()):
             raise ValueError(f"question {record['id']!r}: both noul criteria need a text")
         means = f"\nYes means: {_text(criteria['true'])}\nNo means: {_text(criteria['false'])}"
@@ -96,7 +102,7 @@ def _compile_noul(record: dict, criteria: Any) -> dict:
 def _answer(record: dict, row: list[float]) -> dict:
     if record["kind"] == "noul":
         return {"type": "noul", "noul": row[1]}
-    probabilities = dict(zip(record["answer_keys"], row))
+    probabilities = dict(zip(record["answer_keys"], row, strict=True))
     if record["kind"] == "choice":
         return {
             "type": "choice",
@@ -115,7 +121,8 @@ def _answer(record: dict, row: list[float]) -> dict:
 
 def _check_distribution(record: dict, row: list[float]) -> None:
     if len(row) != len(record["answer_keys"]):
-        raise ValueError(f"question {record['id']!r}: {len(row)} probabilities for {len(record['answer_keys'])} answers")
+        counts = f"{len(row)} probabilities for {len(record['answer_keys'])} answers"
+        raise ValueError(f"question {record['id']!r}: {counts}")
     if not all(math.isfinite(p) and 0 <= p <= 1 for p in row) or abs(math.fsum(row) - 1) > 1e-6:
         raise ValueError(f"question {record['id']!r}: probabilities must be in [0, 1] and sum to 1")
 

@@ -1,4 +1,4 @@
-"""Stand-in for Open-Jev (see `jev/__init__.py`): probabilities from logits, confidences from probabilities."""
+"""Stand-in for Open-Jev (see `jev/__init__.py`): probabilities and confidences."""
 
 import math
 

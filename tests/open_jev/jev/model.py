@@ -77,9 +77,10 @@ class DecisionModel(nn.Module):
         ]
         batch = self.tokenizer(texts, padding=True, return_tensors="pt")
         lengths = batch["attention_mask"].sum(dim=1)
-        if int(lengths.max()) > self.max_length:
+        longest = int(lengths.max())
+        if longest > self.max_length:
             raise ValueError(
-                f"Input length {int(lengths.max())} exceeds max_length={self.max_length}; no silent truncation"
+                f"Input length {longest} exceeds max_length={self.max_length}; no silent truncation"
             )
         self.last_input_tokens = int(lengths.sum())
 
@@ -94,5 +95,5 @@ class DecisionModel(nn.Module):
         rows = logits.split([len(group) for group in prompts])
         return [
             torch.stack([row.new_zeros(()), row[0]]) if record["kind"] == "noul" else row
-            for record, row in zip(records, rows)
+            for record, row in zip(records, rows, strict=True)
         ]

@@ -47,7 +47,7 @@ def score(
     """One row of logits per record, and the number of tokens read."""
     if prefix_cache:
         if not hasattr(model, "score_cached"):
-            raise ValueError("prefix_cache is not available: this model has no score_cached (the stand-in has none)")
+            raise ValueError("prefix_cache is not available: this model has no score_cached")
         rows, stats = model.score_cached(records, batch_size=batch_size)
         return rows, stats["logical_input_tokens"]
     rows = [[] for _ in records]
@@ -55,7 +55,7 @@ def score(
     for group in candidate_batches(records, batch_size):
         scored = model([record for _, record in group])
         tokens += model.last_input_tokens
-        for (index, _), row in zip(group, scored):
+        for (index, _), row in zip(group, scored, strict=True):
             rows[index].extend(row.tolist())
     return rows, tokens
 

@@ -1,4 +1,4 @@
-"""Stand-in for Open-Jev (see `jev/__init__.py`): the HTTP server, and the small workbench page it also serves."""
+"""Stand-in for Open-Jev (see `jev/__init__.py`): the HTTP server and its small workbench page."""
 
 import argparse
 import json
@@ -100,7 +100,9 @@ def make_server(
             if not file.is_relative_to(root) or not file.is_file():
                 self.send_json(404, {"error": "not found"})
                 return
-            self.send(200, file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
+            self.send(
+                200, file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+            )
 
         def send_json(self, status: int, data: dict) -> None:
             # Error texts may quote lone surrogates of the request, which UTF-8 cannot carry: escape them.

@@ -1,4 +1,4 @@
-"""Stand-in for Open-Jev (see `jev/__init__.py`): a loaded model behind one call, `Predictor.predict(request)`."""
+"""Stand-in for Open-Jev (see `jev/__init__.py`): a loaded model behind `Predictor.predict(request)`."""
 
 import hashlib
 import json
@@ -84,7 +84,7 @@ class Predictor:
         start = time.perf_counter()
         rows, tokens, cache = self._score(records)
         seconds = time.perf_counter() - start
-        for record, row in zip(records, rows):
+        for record, row in zip(records, rows, strict=True):
             if len(row) != len(record["answer_keys"]) or not all(math.isfinite(logit) for logit in row):
                 raise RuntimeError("backend returned invalid logits")
         answers = format_response(records, [softmax(row, self.temperature) for row in rows])
@@ -115,7 +115,7 @@ class Predictor:
             if len(scored) != len(group):
                 raise RuntimeError("backend returned invalid logits")
             tokens += count
-            for (index, _), row in zip(group, scored):
+            for (index, _), row in zip(group, scored, strict=True):
                 rows[index].extend(row)
         return rows, tokens, {"enabled": False}
 
@@ -169,9 +169,10 @@ def load_predictor(
         if revision is None:
             raise ValueError("a model id needs a revision")
         temperature, method = 1.0, "base-model"
-        model = DecisionModel(model_id, revision, device=device, max_length=max_length or BASE_MAX_LENGTH).eval()
+        longest = BASE_MAX_LENGTH if max_length is None else max_length
+        model = DecisionModel(model_id, revision, device=device, max_length=longest).eval()
     if prefix_cache and not hasattr(model, "score_cached"):
-        raise ValueError("prefix_cache is not available: this model has no score_cached (the stand-in has none)")
+        raise ValueError("prefix_cache is not available: this model has no score_cached")
     provenance = {
         "checkpoint_sha256": digest,
         "base_revision": model.revision,
