@@ -228,7 +228,8 @@ def _guard(function: Callable, takes_backend: bool) -> Callable:
                 selection = None
         else:
             flag, _ = split(None)
-            selection = resolve(flag, None, args[1] if len(args) > 1 else arguments.get("output"))
+            checkpoint = args[1] if len(args) > 1 else arguments.get("output", arguments.get("path"))
+            selection = resolve(flag, None, checkpoint)
         if selection is not None and selection.name != ORIGINAL:
             stop(BackendError(_stop(selection)), sys._getframe(1))
         if around is None and takes_backend:

@@ -1,8 +1,8 @@
 """What the startup file runs when an interpreter starts: an import hook that waits for `jev.*`.
 
 `sys` is all this module imports, nothing here raises on its own account, and until Open-Jev is imported the
-hook costs one lookup per import. When a target has been executed, the patch module named after it is applied; a
-patch that cannot be applied is handed to `backend_flag`, which reports it to whoever asks for a backend.
+hook costs one lookup per import. When a target has been executed, the patch module named after it is applied;
+a patch that cannot be applied is handed to `backend_flag`, which reports it to whoever asks for a backend.
 
 Not reached by the startup file: `python -S`, folders made with `pip install --target`, zipapps. There, run
 `python -m openjev_fast_plugin jev.server ...` or call `install()` first.

@@ -116,8 +116,8 @@ def _attach(model: Any, takeover: Takeover) -> Any:
         return scores.logits, stats
 
     model.forward = forward
-    if hasattr(model, "score_cached"):
-        model.score_cached = score_cached
+    # What `prefix_cache` asks for: shared prefixes are computed once here, whatever it is set to.
+    model.score_cached = score_cached
     model.last_stats = {}
     return _set(model, takeover)
 

@@ -31,9 +31,9 @@ class UnknownUpstream(BackendError):
 class Known:
     """The signature of a function that a patch stands in for.
 
-    Names, order, kinds and which of them have a default must be these. With `grows`, the replacement passes
-    everything on, so other default values and further parameters that have a default are accepted; without,
-    nothing is.
+    Names, order and kinds must be these. With `grows` the replacement passes everything on, so defaults are
+    free and further parameters that have one are accepted; without, the defaults must be these and nothing is
+    added. `a|b`: either name will do, for a parameter that is always found by its position.
     """
 
     target: str
@@ -47,26 +47,22 @@ class Known:
         if not isinstance(function, types.FunctionType):
             raise UnknownUpstream(self.target, str(self), "nothing" if function is None else repr(function))
         positional, keyword_only, defaults, starred = _parts(function)
-        if self.grows:
-            first = len(self.positional)
-            extra = {*positional[first:], *keyword_only} - set(self.keyword_only)
-            known = (
-                positional[:first] == self.positional
-                and set(keyword_only) >= set(self.keyword_only)
-                and set(defaults) == set(self.defaults) | extra
-                and not starred
-            )
-        else:
-            known = (positional, set(keyword_only), defaults) == (
-                self.positional,
-                set(self.keyword_only),
-                dict(self.defaults),
-            ) and not starred
+        first = positional[: len(self.positional)]
+        extra = {*positional[len(first) :], *keyword_only} - set(self.keyword_only)
+        known = (
+            len(first) == len(self.positional)
+            and all(name in names.split("|") for name, names in zip(first, self.positional, strict=True))
+            and set(keyword_only) >= set(self.keyword_only)
+            and not starred
+            and (extra <= set(defaults) if self.grows else not extra and defaults == dict(self.defaults))
+        )
         if not known:
             raise UnknownUpstream(self.target, str(self), _text(positional, keyword_only, defaults, starred))
 
     def __str__(self) -> str:
-        return _text(self.positional, self.keyword_only, self.defaults, ("more=...",) if self.grows else ())
+        return _text(
+            self.positional, self.keyword_only, self.defaults, ("further=...",) if self.grows else ()
+        )
 
 
 def _parts(function: types.FunctionType) -> tuple[tuple, tuple, dict, tuple]:

@@ -1,6 +1,6 @@
 """jev.model: `DecisionModel.load` returns a model that runs on the chosen backend.
 
-Knows `load(cls, output, device=...)`; further parameters with a default are passed on. A `load_predictor`
+Knows `load(cls, output, device)`; further parameters with a default are passed on. A `load_predictor`
 call around it has decided already; on its own (`python -m jev.predict`, Python) it follows flag, environment,
 model.json.
 """
@@ -19,7 +19,7 @@ from . import Changes, Known, UnknownUpstream
 
 LOAD = Known(
     "jev.model.DecisionModel.load",
-    positional=("cls", "output", "device"),
+    positional=("cls", "output|path", "device"),
     defaults={"device": "cuda:0"},
     grows=True,
 )
@@ -48,7 +48,8 @@ def _load(original: Callable) -> Callable:
             selection = around.selection
         else:
             flag, _ = backend_flag.split(None)
-            selection = resolve(flag, None, args[0] if args else arguments.get("output"))
+            checkpoint = args[0] if args else arguments.get("output", arguments.get("path"))
+            selection = resolve(flag, None, checkpoint)
         if selection is None or selection.name == ORIGINAL:
             return original(cls, *args, **arguments)
         try:

@@ -1,8 +1,8 @@
 """jev.server: `/health` says which backend answers and who decided.
 
 Applied when a backend has been loaded, to the namespace that holds `make_server`: `__main__` under
-`python -m jev.server`, else the imported module. Knows `make_server(predictor, host=..., port=..., *,
-static_root=..., max_body_bytes=...)`; further parameters with a default are passed on. Upstream's own answer
+`python -m jev.server`, else the imported module. Knows `make_server(predictor, host, port, *,
+static_root, max_body_bytes)`; further parameters with a default are passed on. Upstream's own answer
 to `/health` is kept, with one field more.
 """
 
