@@ -37,7 +37,7 @@ def delta_prepare_ref(
     q, k = (head / torch.sqrt(head.pow(2).sum(-1, keepdim=True) + _L2_EPS) for head in (q, k))
     g = -torch.exp(a_log.float()) * F.softplus(a.float() + dt_bias.float())
     beta = torch.sigmoid(b.float()).to(dtype).float()
-    return q.to(dtype), k.to(dtype), v.reshape(rows, value_heads, -1).to(dtype), g, beta
+    return q.to(dtype), k.to(dtype), v.unflatten(1, (value_heads, -1)).to(dtype), g, beta
 
 
 def _portable(
@@ -64,7 +64,7 @@ def _portable(
     key_width = key_heads * key_dim
     qk = activated[:, : 2 * key_width].reshape(rows, 2 * key_heads, key_dim).float()
     qk = (qk * torch.rsqrt(qk.pow(2).sum(-1, keepdim=True) + _L2_EPS)).to(dtype)
-    v = activated[:, 2 * key_width :].reshape(rows, value_heads, -1).contiguous()
+    v = activated[:, 2 * key_width :].unflatten(1, (value_heads, -1)).contiguous()
     g = -torch.exp(a_log.float()) * F.softplus(a.float() + dt_bias.float())
     return qk[:, :key_heads].contiguous(), qk[:, key_heads:].contiguous(), v, g, torch.sigmoid(b).float()
 

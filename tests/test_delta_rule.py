@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+import torch
+from comparison import assert_close, relative_l2
+from forests import TREES, Tree, split_sequence
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from openjev_fast_plugin.ops import delta_rule, delta_rule_ref, plan_delta_rule
+
+CPU = torch.device("cpu")
+# Natural logarithms of the decay a row: remembers thousands of rows, and forgets within one or two.
+DECAYS = {"slow": (1e-4, 1e-2), "fast": (0.5, 3.0)}
+
+
+def inputs(rows: int, decay: str = "slow", key_heads: int = 2, groups: int = 2, dim: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(rows)
+    q, k = torch.nn.functional.normalize(torch.randn(2, rows, key_heads, dim), dim=-1)
+    v = torch.randn(rows, key_heads * groups, dim)
+    low, high = DECAYS[decay]
+    g = -torch.empty(rows, key_heads * groups).uniform_(low, high)
+    return [q, k, v, g, torch.rand(rows, key_heads * groups)]
+
+
+def packed(given: list[torch.Tensor], tree: Tree, chunk_size: int) -> torch.Tensor:
+    return delta_rule(*given, plan_delta_rule(*tree.nodes, chunk_size, CPU))
+
+
+def recurrence(given: list[torch.Tensor]) -> torch.Tensor:
+    """Token by token in float64, written from the formula; one sequence, [N, HV, V]."""
+    q, k, v, g, beta = (x.double() for x in given)
+    groups = v.shape[1] // q.shape[1]
+    q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+    state = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
+    output = torch.empty_like(v)
+    for t in range(v.shape[0]):
+        state = state * g[t].exp()[:, None, None]
+        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * error[:, None, :]
+        output[t] = torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[2] ** -0.5
+    return output
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+def test_reference_and_op_follow_the_recurrence(rows, decay):
+    given = inputs(rows, decay)
+    tree = Tree.of((rows, -1))
+    expected = recurrence(given)
+    for chunk_size in (16, 64):
+        found = {
+            "reference": delta_rule_ref(*given, *tree.nodes, chunk_size),
+            "op": packed(given, tree, chunk_size),
+        }
+        for what, output in found.items():
+            # float32 sums over up to 200 rows against float64.
+            assert_close(output, expected, rtol=1e-4, atol=2e-5, what=f"{what}, chunk {chunk_size}")
+
+
+def test_recurrence_and_reference_are_the_upstream_functions():
+    given = inputs(70)
+    q, k, v, g, beta = (x[None] for x in given)
+    q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
+    for upstream in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
+        expected = upstream(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False)[0][0]
+        assert_close(delta_rule_ref(*given, *Tree.of((70, -1)).nodes), expected, rtol=1e-4, atol=2e-5)
+        assert_close(recurrence(given), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("at", range(1, 200))
+def test_a_split_at_any_position_changes_nothing(at):
+    given = inputs(200)
+    whole = recurrence(given)
+    assert_close(packed(given, split_sequence(200, at), 64), whole, rtol=1e-4, atol=2e-5)
+    if at % 9 == 1:
+        assert_close(delta_rule_ref(*given, *split_sequence(200, at).nodes), whole, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_every_path_of_a_tree_is_its_own_sequence(name, chunk_size):
+    tree = TREES[name]
+    given = inputs(tree.rows)
+    found = packed(given, tree, chunk_size)
+    assert_close(found, delta_rule_ref(*given, *tree.nodes, chunk_size), rtol=1e-4, atol=2e-5)
+    leaves = set(range(len(tree.length))) - set(tree.parent.tolist())
+    for node in sorted(leaves)[:: max(1, len(leaves) // 8)]:
+        path = tree.path(node)
+        assert_close(found[path], recurrence([x[path] for x in given]), rtol=1e-4, atol=2e-5, what=f"node {node}")
+
+
+@pytest.mark.parametrize("groups, key_heads, dim", [(1, 1, 8), (3, 2, 24), (4, 1, 128)])
+def test_grouped_heads(groups, key_heads, dim):
+    given = inputs(90, key_heads=key_heads, groups=groups, dim=dim)
+    tree = Tree.of((50, -1), (20, 0), (20, 0))
+    found = packed(given, tree, 32)
+    assert_close(found[tree.path(2)], recurrence([x[tree.path(2)] for x in given]), rtol=1e-4, atol=2e-5)
+
+
+def test_bfloat16_is_closer_to_the_recurrence_than_the_reference_with_its_roundings():
+    given = [x.bfloat16() if i < 3 else x for i, x in enumerate(inputs(200))]
+    expected = recurrence([x.float() for x in given])
+    tree = split_sequence(200, 77)
+    op, reference = packed(given, tree, 64), delta_rule_ref(*given, *tree.nodes)
+    assert op.dtype == reference.dtype == torch.bfloat16
+    # bfloat16 operands of products: between 1e-3 and 1e-2; the op rounds its output only.
+    assert relative_l2(op, expected) < relative_l2(reference, expected) < 1e-2
+
+
+def test_plan_keeps_states_only_where_somebody_reads_them():
+    plan = plan_delta_rule(*TREES["fan_out_255"].nodes, 64, CPU)
+    assert plan.slots == 1
+    assert plan.step_start.tolist() == [0, 1, 256]
+    assert plan.step_kept.tolist() == [1, 0]
+    assert plan.chunk_source.tolist() == [-1, *[0] * 255]
+    assert sorted(plan.chunk_length.tolist()) == sorted(TREES["fan_out_255"].length.tolist())
+
+
+def test_plan_runs_chunks_after_what_they_read():
+    tree = TREES["chunk_edges"]
+    plan = plan_delta_rule(*tree.nodes, 64, CPU)
+    written: set[int] = set()
+    for first, end in zip(plan.step_start.tolist(), plan.step_start.tolist()[1:], strict=False):
+        sources = set(plan.chunk_source[first:end].tolist()) - {-1}
+        assert sources <= written
+        written |= set(plan.chunk_target[first:end].tolist()) - {-1}
+    covered = np.concatenate(
+        [
+            np.arange(start, start + length)
+            for start, length in zip(plan.chunk_start.tolist(), plan.chunk_length.tolist(), strict=True)
+        ]
+    )
+    assert sorted(covered.tolist()) == list(range(tree.rows))
