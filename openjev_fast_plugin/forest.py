@@ -1,9 +1,9 @@
 """Token sequences to a forest of packed rows that holds each distinct prefix once. Host code, numpy only.
 
-The sequences may come from several questions and several requests: whatever they share is shared. A node is a run of
-rows that no path leaves or enters on the way; paths diverge only at the end of a node. Rows, nodes and read rows
-depend on the set of distinct sequences alone, never on their order, so renaming or reordering questions changes
-nothing in the computation.
+The sequences may come from several questions and several requests: whatever they share is shared. A node is a
+run of rows that no path leaves or enters on the way; paths diverge only at the end of a node. Rows, nodes and
+read rows depend on the set of distinct sequences alone, never on their order, so renaming or reordering
+questions changes nothing in the computation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Forest:
     node_start: [K], int32, first row of each node; the rows of a node are contiguous.
     node_length: [K], int32, at least 1.
     node_parent: [K], int32, parent node, -1 for a root; a parent comes before its children.
-    node_level: [K], int32, 0 for a root; nodes, and so rows, are ordered by level, then lexicographically by path.
+    node_level: [K], int32, 0 for a root; nodes, and so rows, are ordered by level, then by path.
     read_row: [M], int32, the distinct rows at which a sequence ends, ascending.
     candidate_read: [C], int32, index into read_row of each input sequence, in input order.
     rows_asked: sum of the sequence lengths.
@@ -52,13 +52,14 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
     """Pack sequences so that the number of rows is the number of distinct prefixes.
 
     sequences: C arrays [L], int32 or int64, L >= 1, ids in [0, 2**31).
-    Returns a Forest. Raises ValueError when there is no sequence, an empty one, one that is not a one-dimensional
-    integer array, or an id out of range.
+    Returns a Forest. Raises ValueError when there is no sequence, an empty one, one that is not a
+    one-dimensional integer array, or an id out of range.
     """
     text = _SortedSequences(sequences)
 
-    # One leaf for each sequence that is not a prefix of the next; the others end on the path of the leaf after them.
-    # The stack is the path to the newest leaf. A node covers depths [begin, end) and keeps the first leaf below it.
+    # One leaf for each sequence that is not a prefix of the next; the others end on the path of the leaf
+    # after them. The stack is the path to the newest leaf. A node covers depths [begin, end) and keeps the
+    # first leaf below it.
     begin: list[int] = []
     end: list[int] = []
     parent: list[int] = []
@@ -94,7 +95,7 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
         ends_under.append((leaf, waiting))
         waiting = []
 
-    # Depth first a parent comes before its children; a stable sort by level keeps that and the order of paths.
+    # Depth first a parent comes before its children; a stable sort by level keeps the order of paths.
     level = [0] * len(begin)
     preorder = sorted(range(len(begin)), key=lambda node: (first_leaf[node], begin[node]))
     for node in preorder:
@@ -126,7 +127,7 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
     two = back[one]
     predecessor = np.stack((one, two, back[two]), axis=1)
 
-    # What ends under a leaf ends on nodes that this leaf was the first to reach: climbing visits each node once.
+    # What ends under a leaf ends on nodes this leaf was the first to reach: each node is climbed once.
     row_of = np.empty(len(text.length), dtype=np.int32)
     for leaf, indices in ends_under:
         at = leaf
@@ -165,10 +166,10 @@ def split_to_fit(groups: Sequence[Sequence[np.ndarray]], max_rows: int) -> list[
 
     groups: the candidate sequences of each question, each as for build_forest.
     max_rows: largest count_rows of one forward.
-    Returns the forwards in order, each a list of (question, slice of its candidates). Questions and candidates keep
-    their order. A question is cut only when it does not fit into a forward of its own, so no forward begins inside a
-    question that would fit whole. Raises ValueError as build_forest does, for a question without candidates, and for
-    one path longer than max_rows.
+    Returns the forwards in order, each a list of (question, slice of its candidates). Questions and
+    candidates keep their order. A question is cut only when it does not fit into a forward of its own, so no
+    forward begins inside a question that would fit whole. Raises ValueError as build_forest does, for a
+    question without candidates, and for one path longer than max_rows.
     """
     for question, group in enumerate(groups):
         if not len(group):
@@ -266,9 +267,8 @@ def _flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     bounds = [0]
     for index, sequence in enumerate(sequences):
         if sequence.ndim != 1 or sequence.dtype.kind not in "iu":
-            raise ValueError(
-                f"sequence {index} must be a one-dimensional integer array, not {sequence.dtype} {sequence.shape}"
-            )
+            found = f"{sequence.dtype} {sequence.shape}"
+            raise ValueError(f"sequence {index} must be a one-dimensional integer array, not {found}")
         if not len(sequence):
             raise ValueError(f"sequence {index} is empty")
         bounds.append(bounds[-1] + len(sequence))

@@ -65,7 +65,7 @@ def check(sequences) -> Forest:
     assert ends.tolist() == [*forest.node_start[1:].tolist(), len(expected)]
     assert forest.node.tolist() == np.repeat(np.arange(nodes), forest.node_length).tolist()
     assert (forest.node_parent < np.arange(nodes)).all()
-    for parent, level in zip(forest.node_parent, forest.node_level):
+    for parent, level in zip(forest.node_parent, forest.node_level, strict=True):
         assert level == (0 if parent < 0 else forest.node_level[parent] + 1)
     assert (np.diff(forest.node_level) >= 0).all()
 
@@ -83,11 +83,12 @@ def check(sequences) -> Forest:
     children = np.bincount(forest.node_parent[forest.node_parent >= 0], minlength=nodes)
     assert not (children == 1).any()
     paths = [found[start] for start in forest.node_start]
-    assert list(zip(forest.node_level.tolist(), paths)) == sorted(zip(forest.node_level.tolist(), paths))
+    order = list(zip(forest.node_level.tolist(), paths, strict=True))
+    assert order == sorted(order)
 
     # The head reads the end of each sequence, and each end once.
     assert forest.candidate_read.shape == (len(sequences),)
-    for sequence, read in zip(sequences, forest.candidate_read):
+    for sequence, read in zip(sequences, forest.candidate_read, strict=True):
         assert found[forest.read_row[read]] == tuple(sequence)
     assert (np.diff(forest.read_row) > 0).all()
     assert len(forest.read_row) == len(set(map(tuple, sequences)))
@@ -256,7 +257,7 @@ def test_split_properties(groups, max_rows):
         assert [cuts[0].start, *(cut.stop for cut in cuts)] == [*(cut.start for cut in cuts), len(group)]
         assert (len(cuts) == 1) == (len(prefixes(group)) <= max_rows)
     # No forward could have taken the piece that opens the next one.
-    for sequences, following in zip(chosen, parts[1:]):
+    for sequences, following in zip(chosen, parts[1:], strict=False):
         question, cut = following[0]
         next_piece = [groups[question][cut.start]] if cut.start else groups[question]
         assert len(prefixes(sequences + next_piece)) > max_rows
