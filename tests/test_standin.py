@@ -301,7 +301,7 @@ def test_get_routes(port):
         (413, "/api/jev", b"", {"Content-Type": "application/json", "Content-Length": "4194305"}),
         (415, "/api/jev", REQUEST, {"Content-Type": "text/plain"}),
         (422, "/api/jev", b"{", None),
-        (422, "/api/jev", b"", None),
+        (413, "/api/jev", b"", None),
         (422, "/api/jev", b"\xff\xfe", None),
         (422, "/api/jev", [], None),
         (422, "/api/jev", {**REQUEST, "model": "other"}, None),

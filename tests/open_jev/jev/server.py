@@ -60,24 +60,22 @@ def make_server(
                 self.send_file(path)
 
         def do_POST(self) -> None:
-            if not self.same_origin():
-                self.send_json(403, {"error": "cross-origin requests are not allowed"})
-                return
             if urlsplit(self.path).path not in POST_ROUTES:
                 self.send_json(404, {"error": "not found"})
                 return
-            try:
-                length = int(self.headers.get("Content-Length", ""))
-                if length < 0:
-                    raise ValueError
-            except ValueError:
-                self.send_json(422, {"error": "a Content-Length is required"})
-                return
-            if length > max_body_bytes:
-                self.send_json(413, {"error": f"the body exceeds {max_body_bytes} bytes"})
+            if not self.same_origin():
+                self.send_json(403, {"error": "cross-origin requests are not allowed"})
                 return
             if self.headers.get_content_type() != "application/json":
                 self.send_json(415, {"error": "Content-Type must be application/json"})
+                return
+            try:
+                length = int(self.headers.get("Content-Length", "0"))
+            except ValueError:
+                self.send_json(422, {"error": "Content-Length must be a number"})
+                return
+            if not 0 < length <= max_body_bytes:
+                self.send_json(413, {"error": f"the body must have 1 to {max_body_bytes} bytes"})
                 return
             try:
                 request = strict_json(self.rfile.read(length))
