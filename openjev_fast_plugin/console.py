@@ -1,0 +1,40 @@
+"""What commands say while they work: progress on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def say(message: str) -> None:
+    """One line of progress."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(message: str) -> Iterator[None]:
+    """Announce a step, show on a terminal how long it has been running, and say how long it took."""
+    start = time.monotonic()
+    done = threading.Event()
+    live = sys.stderr.isatty()
+
+    def tick() -> None:
+        while not done.wait(1.0):
+            print(f"\r{message} ... {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    if live:
+        ticker.start()
+    else:
+        say(f"{message} ...")
+    try:
+        yield
+    finally:
+        done.set()
+        if live:
+            ticker.join()
+        erase = "\r" if live else ""
+        say(f"{erase}{message}: {time.monotonic() - start:.1f} s")
