@@ -1,0 +1,78 @@
+// Launchers of every op. Each enqueues on `stream`, allocates nothing, does not synchronise, may be captured
+// in a graph, and returns the launch's error. Sizes and strides are in elements; letters as in the ops'
+// docstrings; the contract of each op is the comment at the top of its .cuh. Callers skip a launch that would
+// write nothing.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace openjev_fast {
+
+// partials: 0 without update, -1 for a bfloat16 update [N, H], else S = 1, 2 or 4 for float32 [S, N, H].
+constexpr int kNoUpdate = 0;
+constexpr int kModelUpdate = -1;
+
+cudaError_t launch_add_rms_norm(const void* residual, const void* update, int partials, const void* weight,
+                                void* hidden, void* normed, int64_t rows, int64_t width, float eps,
+                                cudaStream_t stream);
+
+cudaError_t launch_head_score(const void* residual, const void* update, int partials, const int32_t* rows,
+                              const void* norm_weight, const float* head_weight, const float* head_bias,
+                              float* score, int64_t candidates, int64_t residual_rows, int64_t width,
+                              float eps, cudaStream_t stream);
+
+cudaError_t launch_silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t width,
+                            cudaStream_t stream);
+
+cudaError_t launch_gate_mul(const void* x, int64_t x_row_stride, int64_t x_head_stride, const void* gate,
+                            int64_t gate_row_stride, int64_t gate_head_stride, void* out, int64_t rows,
+                            int64_t heads, int64_t dim, cudaStream_t stream);
+
+cudaError_t launch_gated_rms_norm(const void* x, int64_t x_row_stride, int64_t x_head_stride, const void* z,
+                                  int64_t z_row_stride, int64_t z_head_stride, const void* weight, void* out,
+                                  int64_t rows, int64_t heads, int64_t dim, float eps, cudaStream_t stream);
+
+struct DeltaPrepare {
+  const void* qkv;
+  int64_t qkv_row_stride;
+  const void* b;
+  int64_t b_row_stride;
+  const void* a;
+  int64_t a_row_stride;
+  const int32_t* predecessor;
+  const void* conv_weight;
+  const void* a_log;
+  const void* dt_bias;
+  void* q;
+  void* k;
+  void* v;
+  float* g;
+  float* beta;
+  int64_t rows;
+  int channels;
+  int key_heads;
+  int key_dim;
+  int value_heads;
+};
+
+cudaError_t launch_delta_prepare(const DeltaPrepare& arguments, cudaStream_t stream);
+
+// One of the two tensors attention_prepare treats alike.
+struct RotaryInput {
+  const void* x;
+  int64_t row_stride;
+  int64_t head_stride;
+  const void* weight;
+  const void* cos;
+  const void* sin;
+  void* out;
+  int64_t rows;
+  int heads;
+};
+
+cudaError_t launch_attention_prepare(const RotaryInput& q, const RotaryInput& k, int dim, int pairs,
+                                     float eps, cudaStream_t stream);
+
+}  // namespace openjev_fast
