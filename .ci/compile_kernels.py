@@ -1,0 +1,159 @@
+"""Compile every kernel for every architecture with nvcc; needs no GPU and no torch.
+
+    python .ci/compile_kernels.py [sm_90a ...]
+
+Prints one line per kernel (registers on each architecture, shared memory, stack frame, spills) and exits with
+an error where a file does not compile, or where a kernel spills whose header comment promises "no spills".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from openjev_fast_plugin import build  # noqa: E402
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120")
+PROMISE = "no spills"
+
+_ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass
+class Kernel:
+    """What ptxas reports of one kernel on one architecture."""
+
+    file: str
+    name: str
+    architecture: str
+    promised: bool
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    registers: int = 0
+    shared: int = 0
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled, stores and loads."""
+        return self.spill_stores + self.spill_loads
+
+    @property
+    def broken(self) -> bool:
+        """A spill or a stack frame, against the header's promise."""
+        return self.promised and self.stack + self.spills > 0
+
+
+def promises_no_spills(source: Path) -> bool:
+    """Whether the header comment of a `.cu` or of its `.cuh` promises it."""
+    for path in (source, source.with_suffix(".cuh")):
+        if path.is_file():
+            header = takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
+            if PROMISE in " ".join(line.removeprefix("//").strip() for line in header):
+                return True
+    return False
+
+
+def parse(report: str, file: str, promised: bool) -> list[Kernel]:
+    """Kernels in the output of `ptxas -v`, mangled names."""
+    kernels: list[Kernel] = []
+    for line in report.splitlines():
+        if match := _ENTRY.search(line):
+            kernels.append(Kernel(file, match.group(1), match.group(2), promised))
+        elif kernels and (match := _STACK.search(line)):
+            stack, stores, loads = map(int, match.groups())
+            kernels[-1].stack, kernels[-1].spill_stores, kernels[-1].spill_loads = stack, stores, loads
+        elif kernels and (match := _USED.search(line)):
+            kernels[-1].registers = int(match.group(1))
+            shared = _SHARED.search(line)
+            kernels[-1].shared = int(shared.group(1)) if shared else 0
+    return kernels
+
+
+def compile_one(nvcc: str, source: Path, architecture: str) -> tuple[list[Kernel], str]:
+    """Kernels of one file on one architecture, and the compiler's output where it failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = [*build.DEVICE_FLAGS, build.gencode(architecture), "-Xptxas", "-v"]
+        done = subprocess.run(
+            [nvcc, *flags, "-c", str(source), "-o", str(Path(scratch) / "kernel.o")],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        return [], f"{source.name} for {architecture}:\n{done.stdout}{done.stderr}"
+    return parse(done.stderr, source.name, promises_no_spills(source)), ""
+
+
+def demangled(names: list[str]) -> list[str]:
+    """Kernel names without namespace and arguments; as they are where c++filt is not installed."""
+    try:
+        text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    except OSError:
+        return names
+    short = []
+    for name in text.stdout.splitlines():
+        name = name.removeprefix("void ").replace("openjev_fast::", "")
+        short.append(name[: name.rfind("(")] if "(" in name else name)
+    return short
+
+
+def print_table(kernels: list[Kernel], architectures: list[str]) -> None:
+    """One line a kernel: registers on each architecture, then the largest of each other figure."""
+    rows: dict[tuple[str, str], dict[str, Kernel]] = {}
+    for kernel in kernels:
+        rows.setdefault((kernel.file, kernel.name), {})[kernel.architecture] = kernel
+    width = max((len(name) for _, name in rows), default=6)
+    registers = " ".join(f"{name:>7}" for name in architectures)
+    print(f"{'registers of kernel':{width}} {registers} {'smem':>6} {'stack':>6} {'spills':>6}")
+    for (_, name), row in sorted(rows.items()):
+        found = list(row.values())
+        registers = " ".join(f"{row[arch].registers if arch in row else '-':>7}" for arch in architectures)
+        largest = [max(getattr(kernel, field) for kernel in found) for field in ("shared", "stack", "spills")]
+        note = "  promised none" if any(kernel.broken for kernel in found) else ""
+        print(f"{name:{width}} {registers} " + " ".join(f"{value:6}" for value in largest) + note)
+
+
+def main(architectures: list[str]) -> int:
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        print(
+            "nvcc was not found on PATH or in /usr/local/cuda/bin: install the CUDA toolkit 13.0 or newer "
+            "from https://developer.nvidia.com/cuda-downloads (cuda-nvcc and cuda-cudart are enough)",
+            file=sys.stderr,
+        )
+        return 2
+    jobs = [
+        (source, name) for source in build.sources(build.source_folder(), ".cu") for name in architectures
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda job: compile_one(nvcc, *job), jobs))
+    failures = [error for _, error in results if error]
+    kernels = [kernel for found, _ in results for kernel in found]
+    for kernel, name in zip(kernels, demangled([kernel.name for kernel in kernels]), strict=True):
+        kernel.name = name
+    print_table(kernels, architectures)
+    broken = [kernel for kernel in kernels if kernel.broken]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    print(
+        f"{len(kernels)} kernels on {len(architectures)} architectures: {len(failures)} compilations failed, "
+        f"{len(broken)} kernels broke their promise of no spills"
+    )
+    return 1 if failures or broken or not kernels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(ARCHITECTURES)))
