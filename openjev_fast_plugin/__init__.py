@@ -4,8 +4,8 @@ Importing this package imports nothing else: it is loaded at the start of every 
 it is installed in. The public names below load what they need when they are first used.
 """
 
-from typing import TYPE_CHECKING
-
+# Known to type checkers by this name; importing `typing` would cost as much as all the rest of the start.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .hookspecs import hookimpl
     from .settings import BackendError, Selection, Settings, resolve

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def watch() -> Callable[[], None] | None:
 
     @functools.wraps(original)
     def parse_known_args(self, args=None, namespace=None, *rest, **more):
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") == "argparse":
             frame = frame.f_back
         if frame is None or not is_program(frame.f_globals):
@@ -85,7 +86,7 @@ def watch() -> Callable[[], None] | None:
 
     def undo():
         if argparse.ArgumentParser.parse_known_args is parse_known_args:
-            argparse.ArgumentParser.parse_known_args = original
+            argparse.ArgumentParser.parse_known_args = original  # type: ignore[method-assign]
 
     return undo
 

@@ -25,12 +25,17 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 class Scores(Protocol):
     """What one call of an engine returns."""
 
-    # A tensor per record, as `DecisionModel.forward` returns them: a logit per option; `[0, logit]` for noul.
-    logits: list[torch.Tensor]
-    # The sum of the prompts' lengths, as Open-Jev counts them.
-    input_tokens: int
-    # rows_asked, rows_computed, forwards, and what else the engine wants in `metadata`.
-    stats: dict[str, Any]
+    @property
+    def logits(self) -> list[torch.Tensor]:
+        """A tensor per record, as from `DecisionModel.forward`: a logit per option; `[0, logit]` for noul."""
+
+    @property
+    def input_tokens(self) -> int:
+        """The sum of the prompts' lengths, as Open-Jev counts them."""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """rows_asked, rows_computed, forwards, and what else the engine wants in an answer's metadata."""
 
 
 class Engine(Protocol):

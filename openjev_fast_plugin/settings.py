@@ -87,6 +87,8 @@ def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:
         # Open-Jev reads the same file next and reports what is wrong with it.
         return None
     named = content.get("backend") if isinstance(content, dict) else None
-    if named is None or (isinstance(named, str) and named.strip()):
-        return named.strip() if named else None
+    if named is None:
+        return None
+    if isinstance(named, str) and named.strip():
+        return named.strip()
     raise BackendError(f'"backend" in {path} must be the name of a backend, found {named!r}')

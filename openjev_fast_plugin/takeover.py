@@ -6,12 +6,13 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from . import plugin
-from .hookspecs import Engine, Scores
 from .settings import AUTO, ORIGINAL, BackendError, Selection, Settings, origin
+
+if TYPE_CHECKING:
+    from .hookspecs import Engine, Scores
 
 log = logging.getLogger("openjev_fast")
 
@@ -26,7 +27,7 @@ class Takeover:
     engine: Engine | None = None
     # Why `auto` chose as it did.
     reason: str | None = None
-    requested: str | None = field(default=None)
+    requested: str | None = None
 
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "decided_by": self.decided_by}
@@ -54,6 +55,8 @@ def accelerate(
         return _set(model, Takeover(ORIGINAL, decided_by))
     if backend == AUTO:
         return _choose(model, settings or Settings.read(), selection)
+    from . import plugin
+
     chosen = plugin.find(backend)
     reason = chosen.refusal(model)
     if reason is not None:
@@ -63,7 +66,9 @@ def accelerate(
 
 
 def _choose(model: Any, settings: Settings, selection: Selection) -> Any:
-    refusals = []
+    from . import plugin
+
+    refusals: list[str] = []
     for name in plugin.AUTO_ORDER:
         candidate = plugin.find(name)
         reason = candidate.refusal(model)

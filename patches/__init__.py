@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,23 +98,42 @@ class Changes:
     """Replaced attributes. As a context it is all or nothing: an exception inside puts everything back."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, str, Any, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def replace(self, holder: Any, name: str, new: Any) -> None:
+        """Set one attribute that `holder` itself has."""
         old = vars(holder)[name]
         setattr(holder, name, new)
-        self._made.append((holder, name, old, new))
+
+        def undo() -> None:
+            if vars(holder).get(name) is new:
+                setattr(holder, name, old)
+            elif vars(holder).get(name) is not old:
+                log.warning(
+                    "openjev-fast: somebody else replaced %s.%s; left as it is", holder.__name__, name
+                )
+
+        self._undo.append(undo)
+
+    def rebind(self, home: types.ModuleType, name: str, new: Any) -> None:
+        """Replace a function in its module and wherever `from module import name` has put it.
+
+        The undo looks again, for those who imported it since.
+        """
+        old = vars(home)[name]
+
+        def swap(found: Any, other: Any) -> None:
+            for module in _modules_holding(name, found):
+                setattr(module, name, other)
+
+        self.replace(home, name, new)
+        swap(old, new)
+        self._undo.append(lambda: swap(new, old))
 
     def undo(self) -> None:
         """Put the originals back, last first. What somebody else has replaced since is left to them."""
-        while self._made:
-            holder, name, old, new = self._made.pop()
-            if vars(holder).get(name) is new:
-                setattr(holder, name, old)
-            else:
-                log.warning(
-                    "openjev-fast: %s.%s was replaced again and is not restored", holder.__name__, name
-                )
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Changes:
         return self
@@ -124,8 +143,7 @@ class Changes:
             self.undo()
 
 
-def modules_holding(name: str, value: Any) -> Iterator[types.ModuleType]:
-    """Every loaded module in which `name` is this very object: where `from module import name` has put it."""
+def _modules_holding(name: str, value: Any) -> Iterator[types.ModuleType]:
     for module in list(sys.modules.values()):
         # Asking a lazily loaded module for an attribute would load it.
         if (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .. import backend_flag, plugin, takeover
+from .. import backend_flag
 from ..settings import AUTO, ORIGINAL, BackendError, Settings, resolve
 from . import Changes, Known, UnknownUpstream
 
@@ -52,6 +52,10 @@ def _load(original: Callable) -> Callable:
             selection = resolve(flag, None, checkpoint)
         if selection is None or selection.name == ORIGINAL:
             return original(cls, *args, **arguments)
+
+        # Not before somebody asks for a backend.
+        from .. import plugin, takeover
+
         try:
             # What can be refused without the weights is refused before they are loaded.
             if selection.name != AUTO:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import bootstrap
-from . import Changes, Known, modules_holding
+from . import Changes, Known
 
 MAKE_SERVER = Known(
     "jev.server.make_server",
@@ -50,10 +50,8 @@ def apply(module: ModuleType) -> Callable[[], None]:
         return lambda: None
     MAKE_SERVER.verify(original)
     assert original is not None
-    replacement = _make_server(original)
     with Changes() as changes:
-        for holder in modules_holding("make_server", original):
-            changes.replace(holder, "make_server", replacement)
+        changes.rebind(module, "make_server", _make_server(original))
     return changes.undo
 
 
@@ -98,13 +96,14 @@ def _report_health(handler: Any, taken: Any) -> None:
 
 
 def _with_backend(response: bytes, backend: dict[str, Any]) -> bytes:
-    """An HTTP response with `"backend"` added, when its body is a JSON object; else the response itself."""
+    """A good HTTP response with `"backend"` added to its JSON object; any other response as it is."""
     head, separator, body = response.partition(b"\r\n\r\n")
     try:
         content = json.loads(body)
     except ValueError:
         return response
-    if not isinstance(content, dict):
+    status = head.partition(b" ")[2][:3]
+    if not isinstance(content, dict) or status != b"200":
         return response
     body = json.dumps({**content, "backend": backend}, ensure_ascii=False, allow_nan=False).encode()
     lines = [

@@ -10,11 +10,14 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import backend_flag, plugin, takeover
+from .. import backend_flag
 from ..settings import AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
-from . import Changes, Known, UnknownUpstream, jev_server, log, modules_holding
+from . import Changes, Known, UnknownUpstream, jev_server, log
+
+if TYPE_CHECKING:
+    from ..takeover import Takeover
 
 LOAD_PREDICTOR = Known(
     "jev.serving.load_predictor",
@@ -38,11 +41,8 @@ def apply(module: ModuleType) -> Callable[[], None]:
         return lambda: None
     LOAD_PREDICTOR.verify(original)
     assert original is not None
-    replacement = _load_predictor(original)
     with Changes() as changes:
-        # More than one where the program was imported before us.
-        for holder in modules_holding("load_predictor", original):
-            changes.replace(holder, "load_predictor", replacement)
+        changes.rebind(module, "load_predictor", _load_predictor(original))
     return changes.undo
 
 
@@ -78,6 +78,9 @@ def _load_predictor(original: Callable) -> Callable:
 def _is_ours(selection: Selection, host_has_backend: bool) -> bool:
     if selection.name == ORIGINAL:
         return False
+    # Not before somebody asks for a backend.
+    from .. import plugin
+
     if selection.name == AUTO or selection.name in plugin.backends():
         return True
     if host_has_backend:
@@ -87,6 +90,8 @@ def _is_ours(selection: Selection, host_has_backend: bool) -> bool:
 
 
 def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], selection: Selection) -> Any:
+    from .. import takeover
+
     settings = Settings.read()
     jev_server.verify()
     # Inside, DecisionModel.load hands the model over, so that provenance describes what is really there.
@@ -123,17 +128,21 @@ def _verify_predictor(predictor: Any) -> None:
 
 def _report_original(predictor: Any, selection: Selection) -> None:
     """`torch` was asked for through us: say so where a backend would, if this Open-Jev lets us."""
+    from ..takeover import Takeover
+
     try:
         jev_server.verify()
     except UnknownUpstream as error:
         log.info("openjev-fast: %s", error)
         return
-    _report(predictor, takeover.Takeover(selection.name, selection.decided_by))
+    _report(predictor, Takeover(selection.name, selection.decided_by))
     jev_server.install()
 
 
-def _report(predictor: Any, taken: takeover.Takeover) -> None:
+def _report(predictor: Any, taken: Takeover) -> None:
     """Make every answer's metadata, and `/health`, say who computed it and who decided that."""
+    from .. import takeover
+
     answer = predictor.predict
 
     @functools.wraps(answer)

@@ -1,0 +1,66 @@
+"""What decides which backend answers, and what a wrong value says."""
+
+import json
+
+import pytest
+
+from openjev_fast_plugin.settings import BackendError, Selection, Settings, origin, resolve
+
+
+def checkpoint(tmp_path, **content):
+    (tmp_path / "model.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"flag": "a", "argument": "b", "environ": {"OPENJEV_BACKEND": "c"}}, Selection("a", "flag")),
+        ({"argument": "b", "environ": {"OPENJEV_BACKEND": "c"}}, Selection("b", "argument")),
+        ({"environ": {"OPENJEV_BACKEND": "c"}}, Selection("c", "environment")),
+        ({"environ": {}}, Selection("d", "file")),
+        ({"environ": {"OPENJEV_BACKEND": " "}}, Selection("d", "file")),
+        ({"flag": "torch", "environ": {"OPENJEV_BACKEND": "c"}}, Selection("torch", "flag")),
+    ],
+    ids=["flag", "argument", "environment", "file", "blank-environment", "flag-torch"],
+)
+def test_flag_then_environment_then_file(tmp_path, given, expected):
+    assert resolve(checkpoint=checkpoint(tmp_path, backend="d"), **given) == expected
+
+
+@pytest.mark.parametrize("content", [{}, {"backend": None}], ids=["absent", "null"])
+def test_nothing_asked_for(tmp_path, content):
+    assert resolve(checkpoint=checkpoint(tmp_path, **content), environ={}) is None
+    assert resolve(environ={}) is None
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", "\xff"], ids=["missing", "broken", "list", "not-utf8"])
+def test_an_unreadable_model_json_is_left_to_open_jev(tmp_path, text):
+    if text is not None:
+        (tmp_path / "model.json").write_bytes(text.encode("latin-1"))
+    assert resolve(checkpoint=tmp_path, environ={}) is None
+
+
+@pytest.mark.parametrize("value", [7, "", ["fast"], True, False, 0])
+def test_a_backend_in_model_json_that_is_no_name(tmp_path, value):
+    with pytest.raises(BackendError, match="must be the name of a backend") as caught:
+        resolve(checkpoint=checkpoint(tmp_path, backend=value), environ={})
+    assert repr(value) in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_max_rows():
+    assert Settings.read({}) == Settings(max_rows=None)
+    assert Settings.read({"OPENJEV_FAST_MAX_ROWS": ""}).max_rows is None
+    assert Settings.read({"OPENJEV_FAST_MAX_ROWS": "4096"}).max_rows == 4096
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²"])
+def test_max_rows_that_is_no_positive_integer(value):
+    with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be a positive integer") as caught:
+        Settings.read({"OPENJEV_FAST_MAX_ROWS": value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("decided_by", ["flag", "argument", "environment", "file"])
+def test_every_origin_is_spelled_with_the_name(decided_by):
+    assert "fast" in origin(Selection("fast", decided_by))
