@@ -1,0 +1,42 @@
+"""The requests that benchmarks time, in Open-Jev's request format; text is drawn from a seed or the demo's own."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from openjev_fast_plugin.demo import EXAMPLE
+
+_WORDS = (
+    "the customer asks about an order that left the warehouse on Monday and was seen at a depot in another town "
+    "before it came back with a broken seal and a note that nobody at the desk could read or explain"
+).split()
+
+Length = Callable[[dict[str, Any]], int]
+
+
+def _text(words: int, seed: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(_WORDS) for _ in range(words))
+
+
+def example() -> dict[str, Any]:
+    """The demo's customer conversation: routing 1 of 3, refund yes or no, urgency of 3 levels."""
+    return json.loads(EXAMPLE.read_text(encoding="utf-8"))
+
+
+def choice(options: int, tokens: int, longest_prompt: Length) -> dict[str, Any]:
+    """A choice over a state that makes the longest prompt about `tokens` long.
+
+    longest_prompt: tokens of a request's longest prompt, by the model's tokenizer.
+    """
+    criteria = {f"option {index:02d}": _text(5, index) for index in range(options)}
+    question = {"type": "choice", "instructions": "Which of these answers the customer best?", "criteria": criteria}
+    low, high = 1, tokens
+    while low < high:
+        words = (low + high + 1) // 2
+        fits = longest_prompt({"state": _text(words, 0), "questions": {"answer": question}}) <= tokens
+        low, high = (words, high) if fits else (low, words - 1)
+    return {"state": _text(low, 0), "questions": {"answer": question}}
