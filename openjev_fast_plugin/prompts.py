@@ -101,24 +101,29 @@ class PromptEncoder:
         recipes: list[list[list[int]]] = []
         rows = zip(records, prompts, strict=True)
         for _, same_state in groupby(rows, key=lambda row: row[0]["state"]):
-            texts = [[self._head + prompt + self._tail for prompt in group] for _, group in same_state]
-            state_cut = _shared_cut([text for group in texts for text in group])
-            for group in texts:
-                question_cut = _shared_cut(group)
-                recipes.append([])
-                if not group:
-                    continue
-                shared = [
-                    *segments.add(group[0][:state_cut]),
-                    *segments.add(group[0][state_cut:question_cut]),
-                ]
-                for text in group:
+            groups = [group for _, group in same_state]
+            state_cut = self._shared_cut([prompt for group in groups for prompt in group])
+            for group in groups:
+                question_cut = self._shared_cut(group)
+                first = self._head + group[0] if group else ""
+                shared = segments.add(first[:state_cut], first[state_cut:question_cut])
+                recipe = []
+                for prompt in group:
+                    text = self._head + prompt + self._tail
                     last = _LAST_LINE_CUT.match(text, question_cut)
                     option_cut = last.end() if last else question_cut
-                    option = segments.add(text[question_cut:option_cut])
-                    recipes[-1].append([*shared, *option, *segments.add(text[option_cut:])])
+                    recipe.append(shared + segments.add(text[question_cut:option_cut], text[option_cut:]))
+                recipes.append(recipe)
         ids = segments.tokenize(self._tokenizer.backend_tokenizer)
         return [[_joined([ids[index] for index in recipe]) for recipe in group] for group in recipes]
+
+    def _shared_cut(self, prompts: list[str]) -> int:
+        """Where the rendered prompts can be cut and are equal before it; 0 when there is no such place."""
+        if not prompts:
+            return 0
+        low, high = min(prompts), max(prompts)
+        last = _LAST_LINE_CUT.match(low, 0, _shared_length(low, high))
+        return len(self._head) + last.end() if last else 0
 
     def _why_not_split(self, prompts: list[list[str]]) -> str | None:
         """Why this request cannot use the template's head and tail: None, or the reason."""
@@ -143,9 +148,9 @@ class _Segments:
     def __init__(self) -> None:
         self._index: dict[str, int] = {}
 
-    def add(self, text: str) -> tuple[int, ...]:
-        """Index of the segment, as a tuple of one; none for empty text."""
-        return (self._index.setdefault(text, len(self._index)),) if text else ()
+    def add(self, *texts: str) -> list[int]:
+        """Index of each text that is not empty, into what tokenize returns."""
+        return [self._index.setdefault(text, len(self._index)) for text in texts if text]
 
     def tokenize(self, backend: Any) -> list[np.ndarray]:
         """Ids of each segment, int32 [L], in one call of the Rust tokenizer."""
@@ -175,20 +180,16 @@ def _chunks(text: str) -> list[str]:
     return [text[start:stop] for start, stop in pairwise([*bounds, len(text)])]
 
 
-def _shared_cut(texts: list[str]) -> int:
-    """Last place after a line feed where all texts can be cut and agree before it; 0 when there is none."""
-    if not texts:
-        return 0
-    low, high = min(texts), max(texts)
-    known, limit = 0, min(len(low), len(high))
+def _shared_length(one: str, other: str) -> int:
+    """Length of the longest common prefix of two texts."""
+    known, limit = 0, min(len(one), len(other))
     while known < limit:
         middle = (known + limit + 1) // 2
-        if low[known:middle] == high[known:middle]:
+        if one[known:middle] == other[known:middle]:
             known = middle
         else:
             limit = middle - 1
-    last = _LAST_LINE_CUT.match(low, 0, known)
-    return last.end() if last else 0
+    return known
 
 
 def _render(tokenizer: Any, prompt: str) -> str:

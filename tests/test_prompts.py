@@ -193,7 +193,7 @@ def test_qwen_tokenizer_is_cut(qwen, caplog):
     same_ids(encoder_of(qwen, caplog, plain=None), qwen, example())
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(requests)
 def test_same_ids_as_the_host(encoder, qwen, records):
     same_ids(encoder, qwen, records)
@@ -296,13 +296,18 @@ def test_settings_left_by_another_call_do_not_matter(encoder, qwen, left_over):
 
 
 def test_shared_text_is_tokenized_once(encoder, monkeypatch):
-    seen = []
+    seen: list[str] = []
     original = prompts._chunks
-    monkeypatch.setattr(prompts, "_chunks", lambda text: seen.append(text) or original(text))
+
+    def record(text: str) -> list[str]:
+        seen.append(text)
+        return original(text)
+
+    monkeypatch.setattr(prompts, "_chunks", record)
     # Text that looks like the prompt's own must not hide what is shared.
     state = "A long\n\nQuestion: in the state\nProposed answer: x\nIs it? " * 40
-    encoder.encode(example(state))
-    assert sum(map(len, seen)) < len(state) + 1500
+    encoder.encode(example(state) + example("Another " + state))
+    assert sum(map(len, seen)) < 2 * len(state) + 2000
     assert len(seen) == len(set(seen))
 
 
@@ -352,7 +357,7 @@ class TestCuts:
         left += ["<|im_end|>", "<think>", "\u017f"]
         right = ["", "s", "\u0301", " ", "\n", "'s", "<think>"]
         lefts = ["".join(parts) for parts in product(left, repeat=3)]
-        for end, start in (("\n", "Q"), ("\n", "s"), ("\ns", " s"), ("d", " e"), ("'s", " t")):
+        for end, start in (("\n", "s"), ("\ns", " s"), ("d", " e"), ("'s", " t")):
             for rest in right if end == "\n" else right[:3]:
                 before = self.ids(backend, [text + end for text in lefts])
                 (after,) = self.ids(backend, [start + rest])
@@ -512,7 +517,8 @@ def test_templates_that_change_the_prompt_take_the_plain_way(variant, caplog, co
 @settings(max_examples=60, deadline=None)
 @given(requests)
 def test_strict_template(strict, records):
-    same_ids(*strict, records)
+    encoder, tokenizer = strict
+    same_ids(encoder, tokenizer, records)
 
 
 @pytest.fixture(scope="module")
@@ -546,11 +552,10 @@ def test_prompts_in_other_words_take_the_plain_way(qwen, caplog, words):
     )
     found = encoder.encode(records)
     assert "a prompt does not run from" in caplog.messages[0]
-    if "tool" not in words:
-        for group, expected in zip(found, host_ids(qwen, records), strict=True):
-            assert [ids.tolist() for ids in group] == expected
     for group, expected in zip(found, trimmed.encode(records), strict=True):
         assert [ids.tolist() for ids in group] == [ids.tolist() for ids in expected]
+    if "tool" not in words:
+        assert [[ids.tolist() for ids in group] for group in found] == host_ids(qwen, records)
 
 
 # Errors
