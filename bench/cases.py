@@ -33,7 +33,11 @@ def choice(options: int, tokens: int, longest_prompt: Length) -> dict[str, Any]:
     longest_prompt: tokens of a request's longest prompt, by the model's tokenizer.
     """
     criteria = {f"option {index:02d}": _text(5, index) for index in range(options)}
-    question = {"type": "choice", "instructions": "Which of these answers the customer best?", "criteria": criteria}
+    question = {
+        "type": "choice",
+        "instructions": "Which of these answers the customer best?",
+        "criteria": criteria,
+    }
     low, high = 1, tokens
     while low < high:
         words = (low + high + 1) // 2

@@ -91,7 +91,9 @@ def bench_case(
 
 def render(rows: list[dict[str, Any]]) -> str:
     """A table with the ratio to the original beside each fast row."""
-    lines = [f"{'case':<16}{'mode':<8}{'p50 ms':>10}{'min ms':>10}{'max ms':>10}{'rows':>8}{'ratio':>8}{'dp':>10}"]
+    lines = [
+        f"{'case':<16}{'mode':<8}{'p50 ms':>10}{'min ms':>10}{'max ms':>10}{'rows':>8}{'ratio':>8}{'dp':>10}"
+    ]
     original = {row["case"]: row["p50_ms"] for row in rows if row["mode"] == "torch"}
     for row in rows:
         lines.append(
@@ -103,9 +105,15 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", choices=sorted(PROFILES), default="small", help="model shapes (default: small)")
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint package of that profile (default: one is made)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--profile", choices=sorted(PROFILES), default="small", help="model shapes (default: small)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="checkpoint package of that profile (default: one is made)"
+    )
     parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     parser.add_argument("--case", choices=CASES, action="append", help="repeat for several (default: all)")
     parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default: 15)")

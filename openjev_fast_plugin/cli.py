@@ -45,9 +45,13 @@ def _parser() -> argparse.ArgumentParser:
         "with --backend fast, posts one customer conversation with three typed questions to both in turn, and "
         "prints the answers, the rows computed, the largest probability difference and both latencies.",
     )
-    demo.add_argument("--checkpoint", type=Path, metavar="DIR", help="checkpoint package (default: a tiny one is made)")
+    demo.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="checkpoint package (default: a tiny one is made)"
+    )
     demo.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
-    demo.add_argument("--repeats", type=_positive, default=15, help="timed requests to each server (default: 15)")
+    demo.add_argument(
+        "--repeats", type=_positive, default=15, help="timed requests to each server (default: 15)"
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     make = commands.add_parser(
@@ -57,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "OUT/package/checkpoint (adapter, head, temperature), the same from the same seed. Nothing is downloaded. "
         "Start it with: python -m jev.server --checkpoint OUT/package/checkpoint",
     )
-    make.add_argument("--profile", choices=sorted(PROFILES), default="tiny", help="model shapes (default: tiny)")
+    make.add_argument(
+        "--profile", choices=sorted(PROFILES), default="tiny", help="model shapes (default: tiny)"
+    )
     make.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     make.add_argument("--json", action="store_true", help="print one JSON object instead of a path")
     make.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet or is empty")
@@ -73,7 +79,11 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _make_checkpoint(args: argparse.Namespace) -> None:
     path = make_checkpoint(args.profile, args.out, seed=args.seed, progress=say)
-    print(json.dumps({"checkpoint": str(path), "profile": args.profile, "seed": args.seed}) if args.json else path)
+    print(
+        json.dumps({"checkpoint": str(path), "profile": args.profile, "seed": args.seed})
+        if args.json
+        else path
+    )
 
 
 _COMMANDS = {"demo": _demo, "make-checkpoint": _make_checkpoint}

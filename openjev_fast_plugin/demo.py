@@ -90,9 +90,10 @@ def running_server(checkpoint: Path, backend: str, device: str) -> Iterator[Serv
 
 def _first_line(process: subprocess.Popen[str]) -> str:
     """The line a server prints when it is ready; empty when it ended without one."""
-    assert process.stdout is not None
+    output = process.stdout
+    assert output is not None
     lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()
+    threading.Thread(target=lambda: lines.put(output.readline()), daemon=True).start()
     try:
         return lines.get(timeout=_START_SECONDS)
     except queue.Empty:

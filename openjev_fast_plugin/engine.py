@@ -122,5 +122,7 @@ def default_max_rows(weights: model_weights.Weights) -> int:
     mixer = shapes.conv_channels + shapes.value_heads * shapes.value_dim
     attention = 2 * (shapes.query_heads + shapes.kv_heads) * shapes.head_dim
     # Live at the widest point of a layer: residual and norm, the fused projection, and float32 working copies.
-    row_bytes = 4 * shapes.hidden * item + max(3 * shapes.intermediate * item, max(mixer, attention) * (item + 16))
+    row_bytes = 4 * shapes.hidden * item + max(
+        3 * shapes.intermediate * item, max(mixer, attention) * (item + 16)
+    )
     return max(4096, min(free // 4 // row_bytes, 262_144))

@@ -27,7 +27,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
     """
     shapes, last = weights.shapes, len(weights.layers) - 1
     residual = F.embedding(layout.token, weights.embedding)
-    update = None
+    update: torch.Tensor | None = None
     for index, layer in enumerate(weights.layers):
         read = layout.read_row if index == last else None
         residual, normed = add_rms_norm(residual, update, layer.input_norm, shapes.eps)
@@ -39,6 +39,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
             residual = residual.index_select(0, read)
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
         update = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+    assert update is not None, "a model has layers"
     return head_score(
         residual,
         update,
@@ -60,7 +61,9 @@ def _linear_attention(
     """Gated DeltaNet over every row [N, hidden]; the output of the rows in `read` only, where given."""
     channels, values = shapes.conv_channels, shapes.value_heads * shapes.value_dim
     if read is None:
-        qkv, z, ba = F.linear(normed, weights.project).split([channels, values, 2 * shapes.value_heads], dim=1)
+        qkv, z, ba = F.linear(normed, weights.project).split(
+            [channels, values, 2 * shapes.value_heads], dim=1
+        )
     else:
         qkv = F.linear(normed, weights.project[:channels])
         z = F.linear(normed.index_select(0, read), weights.project[channels : channels + values])

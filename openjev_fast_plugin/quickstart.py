@@ -35,7 +35,9 @@ def torch_arguments() -> list[str]:
     try:
         urllib.request.urlopen(f"{CPU_INDEX}/", timeout=5).close()
     except OSError as error:
-        print(f"# PyTorch's CPU wheels cannot be reached ({error}); taking what pip's own index has", flush=True)
+        print(
+            f"# PyTorch's CPU wheels cannot be reached ({error}); taking what pip's own index has", flush=True
+        )
         return [TORCH]
     return [TORCH, "--extra-index-url", CPU_INDEX]
 
@@ -64,7 +66,7 @@ def install(environment: Path) -> Path:
                 f"apt install python{sys.version_info.major}.{sys.version_info.minor}-venv)"
             )
     host = [] if _has_open_jev(python) else ["./tests/open_jev"]
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
     run(*pip, *torch_arguments(), *host, ".[test]")
     return python
 
@@ -79,11 +81,15 @@ def _has_open_jev(python: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m openjev_fast_plugin.quickstart", description=__doc__)
     parser.add_argument(
-        "--venv", type=Path, default=ROOT / ".venv", help="where the environment goes (default: .venv in the checkout)"
+        "--venv",
+        type=Path,
+        default=ROOT / ".venv",
+        help="where the environment goes (default: .venv in the checkout)",
     )
     parser.add_argument("--no-demo", action="store_true", help="only install")
     args = parser.parse_args()
-    if sys.version_info < (3, 11):
+    # Run by whatever Python the user has, before anything checked requires-python.
+    if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"Python 3.11 or newer is needed, this is {platform.python_version()}")
     if not (ROOT / "tests" / "open_jev").is_dir():
         sys.exit("run this from a checkout of the project; an installed plugin has `openjev-fast demo`")

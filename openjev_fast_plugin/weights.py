@@ -52,7 +52,9 @@ class Shapes:
         }
         for name, (found, wanted) in expected.items():
             if found != wanted:
-                raise UnsupportedModel(f"the packed forward needs {name} = {wanted!r}, this model has {found!r}")
+                raise UnsupportedModel(
+                    f"the packed forward needs {name} = {wanted!r}, this model has {found!r}"
+                )
         unknown = set(config.layer_types) - {"linear_attention", "full_attention"}
         if unknown:
             raise UnsupportedModel(f"the packed forward knows no layer type {sorted(unknown)[0]!r}")
@@ -170,12 +172,12 @@ class ReleasedBackbone(nn.Module):
         )
 
 
-def text_model(backbone: nn.Module) -> nn.Module:
+def text_model(backbone: Any) -> Any:
     """The Qwen3.5 text model inside a backbone, which PEFT may have wrapped."""
     return backbone.get_base_model() if hasattr(backbone, "peft_config") else backbone
 
 
-def refusal(backbone: nn.Module, head: nn.Module) -> str | None:
+def refusal(backbone: Any, head: nn.Module) -> str | None:
     """Why the packed forward cannot take this model, naming the value; None when it can. Reads no weight."""
     try:
         _check(backbone, head)
@@ -184,12 +186,14 @@ def refusal(backbone: nn.Module, head: nn.Module) -> str | None:
     return None
 
 
-def _check(backbone: nn.Module, head: nn.Module) -> Shapes:
+def _check(backbone: Any, head: nn.Module) -> Shapes:
     model = text_model(backbone)
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) != MODEL_TYPE:
         found = getattr(config, "model_type", type(model).__name__)
-        raise UnsupportedModel(f"the packed forward takes models of type {MODEL_TYPE!r}, this one is {found!r}")
+        raise UnsupportedModel(
+            f"the packed forward takes models of type {MODEL_TYPE!r}, this one is {found!r}"
+        )
     shapes = Shapes.of(config)
     for name, config_entry in getattr(backbone, "peft_config", {}).items():
         for option in ("use_dora", "modules_to_save", "bias", "lora_bias"):
@@ -204,9 +208,13 @@ def _check(backbone: nn.Module, head: nn.Module) -> Shapes:
             continue
         dtypes.add(parameter.dtype)
         if parameter.dtype not in DTYPES:
-            raise UnsupportedModel(f"{name} is {parameter.dtype}; the packed forward takes float32 and bfloat16")
+            raise UnsupportedModel(
+                f"{name} is {parameter.dtype}; the packed forward takes float32 and bfloat16"
+            )
     if len(dtypes) != 1:
-        raise UnsupportedModel(f"the weights mix {sorted(map(str, dtypes))}; the packed forward needs one dtype")
+        raise UnsupportedModel(
+            f"the weights mix {sorted(map(str, dtypes))}; the packed forward needs one dtype"
+        )
     devices.update(parameter.device for parameter in head.parameters())
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UnsupportedModel(
@@ -223,7 +231,7 @@ def _offloads(module: nn.Module) -> bool:
     return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
 
 
-def _merged(layer: nn.Module) -> torch.Tensor:
+def _merged(layer: Any) -> torch.Tensor:
     """Weight of a linear layer with its active LoRA adapters added in float32, rounded once."""
     base = getattr(layer, "base_layer", layer)
     if not isinstance(base, nn.Linear) or type(base.weight) not in (nn.Parameter, torch.Tensor):
@@ -239,7 +247,7 @@ def _merged(layer: nn.Module) -> torch.Tensor:
     return merged.to(weight.dtype)
 
 
-def _take(layer: nn.Module) -> torch.Tensor:
+def _take(layer: Any) -> torch.Tensor:
     """The merged weight of a layer whose own storage is given up."""
     weight = _merged(layer)
     _release(layer)
@@ -252,7 +260,7 @@ def _release(module: nn.Module) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def _fuse(*layers: nn.Module) -> torch.Tensor:
+def _fuse(*layers: Any) -> torch.Tensor:
     """Weights of several projections of one input, stacked along their outputs; the originals are released."""
     bases = [getattr(layer, "base_layer", layer).weight for layer in layers]
     fused = bases[0].new_empty(sum(base.shape[0] for base in bases), bases[0].shape[1])
@@ -266,7 +274,7 @@ def _fuse(*layers: nn.Module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def take_weights(backbone: nn.Module, head: nn.Linear) -> Weights:
+def take_weights(backbone: Any, head: nn.Linear) -> Weights:
     """Merge, fuse and take ownership of a model's weights, layer by layer.
 
     backbone: the Qwen3.5 text model, with or without PEFT LoRA adapters around it; its parameters are empty when

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, what: str = "") -> None:
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, what: str = ""
+) -> None:
     """Like torch.testing.assert_close, for tensors of any float dtype; NaN never passes."""
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     torch.testing.assert_close(found.float(), expected.float(), rtol=rtol, atol=atol, equal_nan=False)

@@ -15,7 +15,9 @@ def path_predecessors(rows: int) -> torch.Tensor:
     return steps.clamp(min=-1).int()
 
 
-def inputs(rows: int, key_heads: int, key_dim: int, value_heads: int, value_dim: int, dtype: torch.dtype) -> dict:
+def inputs(
+    rows: int, key_heads: int, key_dim: int, value_heads: int, value_dim: int, dtype: torch.dtype
+) -> dict:
     torch.manual_seed(rows + value_heads)
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     # A slice of a fused projection: rows are strided.

@@ -102,7 +102,11 @@ def test_state_is_computed_once(engine):
 @given(request=requests(budget=4000), seed=st.integers(0, 100))
 def test_other_questions_change_no_probability(engine, request, seed):
     alone = compiled(request)
-    more = {"other": question("choice", 3, seed), **request["questions"], "last": question("noul", 1, seed + 1)}
+    more = {
+        "other": question("choice", 3, seed),
+        **request["questions"],
+        "last": question("noul", 1, seed + 1),
+    }
     renamed = {f"renamed {key}": value for key, value in reversed(more.items())}
     expected = probabilities(engine.score(alone).logits)
     for questions in (more, renamed):
@@ -136,7 +140,11 @@ def golden_requests() -> list[list[dict[str, Any]]]:
     return [
         compile_request(
             text(sizes[seed % 5], seed),
-            {"a": question("choice", 2 + seed % 4, seed), "b": question("noul", 1, seed), "c": question("score", 3, seed)},
+            {
+                "a": question("choice", 2 + seed % 4, seed),
+                "b": question("noul", 1, seed),
+                "c": question("score", 3, seed),
+            },
         )
         for seed in range(50)
     ]
@@ -178,13 +186,16 @@ def test_bfloat16_is_no_further_from_float32_than_the_original(tiny_checkpoint, 
         theirs += (rows_read_by_original(rounded, records) - golden).pow(2).sum().item()
     assert norm > 0 and theirs > 0
     ratio = math.sqrt(ours / theirs)
-    assert ratio <= 1.05, f"relative L2 {math.sqrt(ours / norm):.4f}, the original's {math.sqrt(theirs / norm):.4f}"
+    assert ratio <= 1.05, (
+        f"relative L2 {math.sqrt(ours / norm):.4f}, the original's {math.sqrt(theirs / norm):.4f}"
+    )
 
 
 @pytest.mark.parametrize("max_rows", [700, 200, 150])
 def test_a_request_over_the_row_limit_runs_in_parts(tiny_checkpoint, engine, max_rows):
     records = compile_request(
-        text(25, 9), {"a": question("choice", 40, 1), "b": question("score", 10, 2), "c": question("noul", 1, 3)}
+        text(25, 9),
+        {"a": question("choice", 40, 1), "b": question("score", 10, 2), "c": question("noul", 1, 3)},
     )
     limited = FastEngine(load(tiny_checkpoint), Settings(max_rows=max_rows))
     found, expected = limited.score(records), engine.score(records)
@@ -234,7 +245,10 @@ def test_after_load_no_weight_exists_twice(tiny_checkpoint):
     kept = list(model.backbone.parameters())
     assert {p.dtype for p in kept} == dtypes
     assert sum(p.numel() for p in kept) == sizes
-    held = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in engine._weights.backbone_tensors()}
+    held = {
+        w.untyped_storage().data_ptr(): w.untyped_storage().nbytes()
+        for w in engine._weights.backbone_tensors()
+    }
     assert held == {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in kept}
     assert sum(held.values()) == sizes * 2
     assert model.backbone.config.hidden_size == engine._weights.shapes.hidden
@@ -258,8 +272,14 @@ def test_lora_is_merged_in_float32_and_rounded_once(tiny_checkpoint):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda model: setattr(model.backbone.get_base_model().config, "model_type", "llama"), ["llama", "qwen3_5"]),
-        (lambda model: setattr(model.backbone.get_base_model().config, "hidden_act", "gelu"), ["hidden_act", "gelu"]),
+        (
+            lambda model: setattr(model.backbone.get_base_model().config, "model_type", "llama"),
+            ["llama", "qwen3_5"],
+        ),
+        (
+            lambda model: setattr(model.backbone.get_base_model().config, "hidden_act", "gelu"),
+            ["hidden_act", "gelu"],
+        ),
         (lambda model: model.half(), ["float16"]),
         (lambda model: model.backbone.get_base_model().layers[1].float(), ["mix", "bfloat16", "float32"]),
         (lambda model: model.head.to("meta"), ["meta"]),

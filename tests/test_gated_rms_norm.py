@@ -29,5 +29,8 @@ def test_op_matches_reference_with_strided_gate(rows, heads, dim, dtype):
     assert found.shape == (rows, heads * dim) and found.dtype == dtype
     # One rounding: at most one unit in the last place.
     assert_close(
-        found, gated_rms_norm_ref(x, z, weight, EPS), rtol=2**-7 if dtype == torch.bfloat16 else 2e-6, atol=1e-6
+        found,
+        gated_rms_norm_ref(x, z, weight, EPS),
+        rtol=2**-7 if dtype == torch.bfloat16 else 2e-6,
+        atol=1e-6,
     )

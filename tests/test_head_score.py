@@ -22,7 +22,9 @@ def test_reference_is_final_norm_and_head(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows, candidates, partials", [(1, 1, 0), (4, 255, 0), (33, 33, 2), (5, 0, 0), (3, 2, 4)])
+@pytest.mark.parametrize(
+    "rows, candidates, partials", [(1, 1, 0), (4, 255, 0), (33, 33, 2), (5, 0, 0), (3, 2, 4)]
+)
 def test_op_matches_reference(rows, candidates, partials, dtype):
     torch.manual_seed(rows)
     residual = torch.randn(rows, 97).to(dtype)

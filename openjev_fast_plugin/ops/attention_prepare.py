@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from openjev_fast_plugin.ops._library import define
 
 
-def _rotated(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
     """Norm over the head dim with 1 + weight, then rotate-half on the leading 2 R dims. x: [N, H, D]."""
     normed = F.rms_norm(x.float(), x.shape[-1:], 1.0 + weight.float(), eps).to(x.dtype)
     half = cos.shape[1]

@@ -32,7 +32,9 @@ def delta_prepare_ref(
         taken = torch.where(source[:, None] >= 0, x[source.clamp(min=0)], 0.0)
         conv = conv + taken * weight[:, 2 - back]
     activated = (conv * torch.sigmoid(conv)).to(dtype).float()
-    q, k, v = activated.split([key_heads * key_dim, key_heads * key_dim, qkv.shape[1] - 2 * key_heads * key_dim], dim=1)
+    q, k, v = activated.split(
+        [key_heads * key_dim, key_heads * key_dim, qkv.shape[1] - 2 * key_heads * key_dim], dim=1
+    )
     q, k = (head.reshape(rows, key_heads, key_dim) for head in (q, k))
     q, k = (head / torch.sqrt(head.pow(2).sum(-1, keepdim=True) + _L2_EPS) for head in (q, k))
     g = -torch.exp(a_log.float()) * F.softplus(a.float() + dt_bias.float())

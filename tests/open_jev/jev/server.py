@@ -78,7 +78,10 @@ def make_server(
                 self.send_json(413, {"error": f"the body must have 1 to {max_body_bytes} bytes"})
                 return
             try:
-                request = strict_json(self.rfile.read(length))
+                body = self.rfile.read(length)
+                if len(body) < length:
+                    raise ValueError(f"the body ends after {len(body)} of {length} bytes")
+                request = strict_json(body)
                 with lock:
                     result = predictor.predict(request)
                 body = json.dumps(result, ensure_ascii=False, allow_nan=False).encode("utf-8")
