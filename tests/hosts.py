@@ -43,6 +43,8 @@ class DecisionModel:
 """
 
 SERVING = """
+CHOICES = ["torch", "triton-tail", "fast-cuda"]
+
 class Scorer:
     def __init__(self, model):
         self.model = model
@@ -182,7 +184,8 @@ def write_host(folder: Path, flavour: str = "pinned") -> Path:
     package = folder / "jev"
     package.mkdir(parents=True)
     serving = SERVING.replace("SIGNATURE", SIGNATURES[flavour]).replace(
-        "PROVENANCE", 'provenance["host_backend"] = backend' if flavour == "later" else "pass"
+        "PROVENANCE",
+        'provenance["host_backend"] = CHOICES[CHOICES.index(backend)]' if flavour == "later" else "pass",
     )
     server = SERVER.replace("FLAG", LATER_FLAG if flavour == "later" else "pass")
     texts = {"__init__": "", "model": MODEL, "serving": serving, "server": server, "predict": PREDICT}

@@ -193,6 +193,11 @@ def test_only_the_programs_of_open_jev_have_the_flag(python):
         assert vars(parser.parse_args([])) == {"port": "1"}
         assert parser.parse_known_args(["--backend", "x"])[1] == ["--backend", "x"]
         assert "--backend" not in parser.format_help()
+
+        server = {"__name__": "jev.server", "parser": parser}
+        assert vars(eval("parser.parse_args([])", server)) == {"port": "1"}
+        assert vars(eval("parser.parse_args(['--back', 'fast'])", server)) == {"port": "1", "backend": "fast"}
+        assert vars(eval("parser.parse_args([])", server)) == {"port": "1"}
     """
     check(python, code)
 

@@ -270,6 +270,19 @@ def test_a_target_that_is_gone(python, tmp_path, module, edit, expected):
         assert run(python, "-c", f"import jev.{module}", path=(host,), **variables).returncode == 0
 
 
+def test_a_host_that_loads_another_way_does_not_lose_the_flag(python, checkpoint, tmp_path):
+    host = edited_host(tmp_path / "host", "serving", ("def load_predictor(", "def open_predictor("))
+    server = host / "jev" / "server.py"
+    text = server.read_text().replace("import load_predictor", "import open_predictor")
+    server.write_text(text.replace("load_predictor(**args)", "open_predictor(checkpoint=args['checkpoint'])"))
+    arguments = ("-m", "jev.server", "--checkpoint", checkpoint, "--port", 0)
+    result = run(python, *arguments, "--backend", "fast", path=(host,))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "--backend fast cannot be used with this Open-Jev: jev.serving.load_predictor: " in result.stderr
+    with serving(python, *arguments, path=(host,)) as url:
+        assert post(url + "/v1/systemone", REQUEST)["usage"] == {"input_tokens": 400}
+
+
 @pytest.mark.parametrize("broken", ["jev_serving", "jev_model", "__init__"])
 def test_a_broken_patch_leaves_the_flag_and_says_why(tmp_path, checkpoint, broken):
     interpreter = make_python(tmp_path / "venv")
@@ -377,9 +390,13 @@ def hidden(model, ids, mask):
         return model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_masks_same_maths(text_model, lengths):
+def test_masks_same_maths(text_model, lengths, side):
     ids, mask = batch(lengths)
+    if side == "left":
+        # Open-Jev pads on the right, where a state cannot be spoilt; on the left the mask has to do its work.
+        mask = mask.flip(1)
     expected = hidden(text_model, ids, mask)
     with transformers_masks.applied():
         found = hidden(text_model, ids, mask)
