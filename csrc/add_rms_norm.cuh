@@ -3,15 +3,14 @@
 //   modeling_qwen3_5).
 // Shapes: residual, hidden, normed [N, H] contiguous; update null, or [N, H], or [S, N, H] with S = 1, 2, 4,
 //   contiguous; weight [H]. hidden and normed are written and alias nothing.
-// Dtypes: residual, weight, hidden, normed bfloat16; update bfloat16, or float32 where it holds partial sums;
-//   accumulators float32.
+// Dtypes: residual, weight, hidden, normed bfloat16; update bfloat16, or float32 where it holds partial
+//   sums; accumulators float32.
 // Rounding points: the sum to bfloat16 (partials added in order, then to the residual); normed to bfloat16
-// once.
-//   The sum of squares adds each thread's values in order, then by butterflies. rsqrtf is the 2-ulp library
-//   one.
+//   once. The sum of squares adds each thread's values in order, then by butterflies. rsqrtf is the 2-ulp
+//   library one.
 // Limits and launch: any N and H; 16-byte accesses where H % 8 == 0 and pointers are aligned, else 2-byte.
-// 64-bit
-//   index; one block a row, at most 1,024 threads; 128 bytes of shared memory; no spills; sm_80; graph-safe.
+//   64-bit index; one block a row, at most 1,024 threads; 128 bytes of shared memory; no spills; sm_80;
+//   graph-safe.
 // Source: the upstream modules named above. Twin: add_rms_norm_ref, tests/gpu/test_ops.py.
 #pragma once
 

@@ -1,18 +1,16 @@
 // Computes: y = x * rsqrt(mean(x^2) + eps) * (1 + weight) per head, then for i < R: out[i] = y[i] cos[i] -
-// y[i + R]
-//   sin[i], out[i + R] = y[i + R] cos[i] + y[i] sin[i]; dims from 2 R on pass. For queries and for keys.
-//   Matches Qwen3_5Attention.forward with apply_rotary_pos_emb (transformers 5.10.2, modeling_qwen3_5).
+//   y[i + R] sin[i], out[i + R] = y[i + R] cos[i] + y[i] sin[i]; dims from 2 R on pass. For queries and for
+//   keys. Matches Qwen3_5Attention.forward with apply_rotary_pos_emb (transformers 5.10.2,
+//   modeling_qwen3_5).
 // Shapes: x [M, HQ, D] or [N, HKV, D], row and head strides in elements, D contiguous; weight [D]; cos, sin
-// [rows,
-//   R] contiguous; out as x, contiguous, written, aliases nothing.
+//   [rows, R] contiguous; out as x, contiguous, written, aliases nothing.
 // Dtypes: all bfloat16; arithmetic and the sum of squares float32.
 // Rounding points: the norm to bfloat16; each product to bfloat16; their sum to bfloat16. The sum of squares
-// adds
-//   each lane's values in order, then by butterflies. rsqrtf is the 2-ulp library one.
+//   adds each lane's values in order, then by butterflies. rsqrtf is the 2-ulp library one.
 // Limits and launch: D <= 256, 2 R <= D, fewer than 2^31 heads in all rows; 16-byte accesses where D, R and
-// the
-//   strides are multiples of 8 and pointers are aligned, else 2-byte. 32-bit head index, 64-bit addresses;
-//   one warp a head, 8 heads a block, queries first; 4 KiB of shared memory; no spills; sm_80; graph-safe.
+//   the strides are multiples of 8 and pointers are aligned, else 2-byte. 32-bit head index, 64-bit
+//   addresses; one warp a head, 8 heads a block, queries first; 4 KiB of shared memory; no spills; sm_80;
+//   graph-safe.
 // Source: the upstream modules named above. Twin: attention_prepare_ref, tests/gpu/test_ops.py.
 #pragma once
 

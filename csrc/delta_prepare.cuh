@@ -1,20 +1,19 @@
 // Computes: c = silu(sum_t conv_weight[:, 3 - t] * qkv[row t steps back on the path]); q, k = c / sqrt(sum
-// c^2 +
-//   1e-6) per head, v = c; g = -exp(a_log) softplus(a + dt_bias); beta = sigmoid(b).
-//   Matches Qwen3_5GatedDeltaNet.forward (transformers 5.10.2) with causal_conv1d's rounding.
+//   c^2 + 1e-6) per head, v = c; g = -exp(a_log) softplus(a + dt_bias); beta = sigmoid(b). Matches
+//   Qwen3_5GatedDeltaNet.forward (transformers 5.10.2) with causal_conv1d's rounding.
 // Shapes: qkv [N, C], b, a [N, HV], rows strided in elements; predecessor [N, 3], entries in [-1, N);
-// conv_weight
-//   [C, 4]; a_log, dt_bias [HV]; q, k [N, H, K], v [N, C - 2 H K], g, beta [N, HV] contiguous, written, alias
-//   nothing.
+//   conv_weight [C, 4]; a_log, dt_bias [HV]; q, k [N, H, K], v [N, C - 2 H K], g, beta [N, HV] contiguous,
+//   written, alias nothing.
 // Dtypes: qkv, b, a, conv_weight, a_log, dt_bias, q, k, v bfloat16; predecessor int32; g, beta and sums
-// float32. Rounding points: c to bfloat16 after SiLU; q and k to bfloat16 after their norm; beta to bfloat16.
-// Taps add from
-//   the row itself backwards, product and sum rounded apart. q and k are multiplied by one rounded
-//   reciprocal. expf, log1pf, sqrtf and division are the precise ones.
+//   float32.
+// Rounding points: c to bfloat16 after SiLU; q and k to bfloat16 after their norm; beta to bfloat16. Taps
+//   add from the row itself backwards, product and sum rounded apart. SiLU uses ex2.approx and rcp.approx; q
+//   and k are multiplied by rsqrtf, the 2-ulp library one. The gates use the precise expf, log1pf and
+//   division.
 // Limits and launch: K <= 256; 16-byte accesses where C, K and qkv's row stride are multiples of 8 and
-// pointers are
-//   aligned, else 2-byte. 64-bit addresses; 4 rows by one key-head width of channels for half a warp (a warp
-//   above 128); a last column of blocks computes the gates; no shared memory; no spills; sm_80; graph-safe.
+//   pointers are aligned, else 2-byte. 64-bit addresses; 2 rows by one key-head width of channels for half a
+//   warp (a warp above 128); a last column of blocks computes the gates; no shared memory; no spills; sm_80;
+//   graph-safe.
 // Source: the upstream modules named above. Twin: delta_prepare_ref, tests/gpu/test_ops.py.
 #pragma once
 
@@ -25,7 +24,7 @@ namespace openjev_fast {
 
 constexpr int kPrepareThreads = 128;
 // Rows one thread computes with the taps it holds in registers.
-constexpr int kPrepareRows = 4;
+constexpr int kPrepareRows = 2;
 constexpr int kTaps = 4;
 constexpr float kL2Eps = 1e-6f;
 // Above it softplus(x) is x, as in PyTorch.
@@ -42,7 +41,7 @@ __device__ __forceinline__ void delta_gates(const DeltaPrepare& p, int64_t first
     const float a = static_cast<const bf16*>(p.a)[row * p.a_row_stride + head];
     const float x = a + static_cast<float>(dt_bias[head]);
     const float softplus = x > kSoftplusThreshold ? x : log1pf(expf(x));
-    float beta[1] = {sigmoid(write)};
+    float beta[1] = {1.0f / (1.0f + expf(-write))};
     round_to_bf16(beta);
     p.g[row * p.value_heads + head] = -expf(static_cast<float>(a_log[head])) * softplus;
     p.beta[row * p.value_heads + head] = beta[0];
@@ -79,6 +78,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
   // Where this unit's channels go.
   const int key_width = p.key_heads * p.key_dim;
+  // The same for every lane of a warp: a warp holds one unit, or two from an even one on.
   const bool is_key = unit < 2 * p.key_heads;
   bf16* target;
   int64_t target_stride;
@@ -106,7 +106,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
     }
 
     float value[kItems][kWidth];
-    float squares = 0.0f;
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
       float weights[kTaps * kWidth];
@@ -137,20 +136,27 @@ __global__ void __launch_bounds__(kPrepareThreads)
       }
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) value[item][i] = silu(value[item][i]);
-      round_to_bf16(value[item]);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) squares += value[item][i] * value[item][i];
     }
 
-    const float norm = 1.0f / sqrtf(group_sum<Tile::kLanes>(squares) + kL2Eps);
+    if (is_key) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        round_to_bf16(value[item]);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) squares += value[item][i] * value[item][i];
+      }
+      const float scale = rsqrtf(group_sum<Tile::kLanes>(squares) + kL2Eps);
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) value[item][i] *= scale;
+      }
+    }
     if (first_row + r >= p.rows) continue;
-    const float scale = is_key ? norm : 1.0f;
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      if (!inside[item]) continue;
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) value[item][i] *= scale;
-      store(target + row * target_stride + Tile::column(item), value[item]);
+      if (inside[item]) store(target + row * target_stride + Tile::column(item), value[item]);
     }
   }
 }

@@ -1,14 +1,13 @@
-// Computes: out = x * sigmoid(gate), heads laid side by side.
-//   Matches the output gate of Qwen3_5Attention.forward (transformers 5.10.2, modeling_qwen3_5).
+// Computes: out = x * sigmoid(gate), heads laid side by side. Matches the output gate of
+//   Qwen3_5Attention.forward (transformers 5.10.2, modeling_qwen3_5).
 // Shapes: x, gate [M, HQ, D], row and head strides in elements, D contiguous; out [M, HQ * D] contiguous,
-// written,
-//   aliases nothing.
+//   written, aliases nothing.
 // Dtypes: x, gate, out bfloat16; arithmetic float32.
-// Rounding points: sigmoid to bfloat16; the product to bfloat16. expf and division are the precise ones.
-// Limits and launch: any sizes with M * HQ * D < 2^31; 16-byte accesses where D and the strides are multiples
-// of 8
-//   and pointers are aligned, else 2-byte. 32-bit item index, 64-bit addresses; one access a thread; no
-//   shared memory; no spills; sm_80; graph-safe.
+// Rounding points: sigmoid to bfloat16; the product to bfloat16. sigmoid uses ex2.approx and rcp.approx,
+//   bit-equal to the precise formula on every bfloat16 value.
+// Limits and launch: any sizes with M * HQ * D < 2^31; 16-byte accesses where D and the strides are
+//   multiples of 8 and pointers are aligned, else 2-byte. 32-bit item index, 64-bit addresses; one access a
+//   thread; no shared memory; no spills; sm_80; graph-safe.
 // Source: the upstream module named above. Twin: gate_mul_ref, tests/gpu/test_ops.py.
 #pragma once
 

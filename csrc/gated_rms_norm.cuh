@@ -1,14 +1,13 @@
-// Computes: out = x * rsqrt(mean(x^2) + eps) * weight * z * sigmoid(z) per head.
-//   Matches FusedRMSNormGated (fla-core 0.5.2, fla.modules.fused_norm_gate), activation silu.
+// Computes: out = x * rsqrt(mean(x^2) + eps) * weight * z * sigmoid(z) per head. Matches FusedRMSNormGated
+//   (fla-core 0.5.2, fla.modules.fused_norm_gate), activation silu.
 // Shapes: x, z [N, HV, V], row and head strides in elements, V contiguous; weight [V]; out [N, HV * V]
-// contiguous,
-//   written, aliases nothing.
+//   contiguous, written, aliases nothing.
 // Dtypes: x, z, weight, out bfloat16; arithmetic and the sum of squares float32.
-// Rounding points: the result to bfloat16, once. The sum of squares adds each lane's values in order, then by
-//   butterflies. rsqrtf is the 2-ulp library one; expf and division are the precise ones.
-// Limits and launch: V <= 256, N * HV < 2^31; 16-byte accesses where V and the strides are multiples of 8 and
-//   pointers are aligned, else 2-byte. 32-bit head index, 64-bit addresses; half a warp a head (a warp above
-//   128); no shared memory; no spills; sm_80; graph-safe.
+// Rounding points: the result to bfloat16, once. The sum of squares adds each lane's values in order, then
+//   by butterflies. rsqrtf is the 2-ulp library one; sigmoid uses ex2.approx and rcp.approx.
+// Limits and launch: V <= 256, N * HV < 2^31; 16-byte accesses where V and the strides are multiples of 8
+//   and pointers are aligned, else 2-byte. 32-bit head index, 64-bit addresses; half a warp a head (a warp
+//   above 128); no shared memory; no spills; sm_80; graph-safe.
 // Source: the upstream module named above. Twin: gated_rms_norm_ref, tests/gpu/test_ops.py.
 #pragma once
 

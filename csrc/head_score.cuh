@@ -2,16 +2,16 @@
 //   (residual + update)[rows[c]]. Matches the final norm of Qwen3_5TextModel (transformers 5.10.2) and
 //   Open-Jev's scalar head.
 // Shapes: residual [M, H] contiguous; update [M, H], or [S, M, H] with S = 1, 2, 4, contiguous; rows [C] in
-//   [0, M), repeats allowed; norm_weight, head_weight [H]; head_bias []; score [C], written, aliases nothing.
+//   [0, M), repeats allowed; norm_weight, head_weight [H]; head_bias []; score [C], written, aliases
+//   nothing.
 // Dtypes: residual, norm_weight bfloat16; update bfloat16, or float32 where it holds partial sums; rows
-// int32;
-//   head_weight, head_bias, score and accumulators float32.
-// Rounding points: the sum to bfloat16 (partials added in order, then to the residual); the norm to bfloat16;
-// no
-//   other. Sums add each thread's values in order, then by butterflies. rsqrtf is the 2-ulp library one.
+//   int32; head_weight, head_bias, score and accumulators float32.
+// Rounding points: the sum to bfloat16 (partials added in order, then to the residual); the norm to
+//   bfloat16; no other. Sums add each thread's values in order, then by butterflies. rsqrtf is the 2-ulp
+//   library one.
 // Limits and launch: any C and H; 16-byte accesses where H % 8 == 0 and pointers are aligned, else one value
-// at a
-//   time. 64-bit index; one block a candidate; 256 bytes of shared memory; no spills; sm_80; graph-safe.
+//   at a time. 64-bit index; one block a candidate; 256 bytes of shared memory; no spills; sm_80;
+//   graph-safe.
 // Source: the upstream modules named above. Twin: head_score_ref, tests/gpu/test_ops.py.
 #pragma once
 

@@ -1,14 +1,13 @@
-// Computes: out = silu(gate) * up, with gate and up the two halves of a row.
-//   Matches Qwen3_5MLP (transformers 5.10.2, modeling_qwen3_5).
+// Computes: out = silu(gate) * up, with gate and up the two halves of a row. Matches Qwen3_5MLP
+//   (transformers 5.10.2, modeling_qwen3_5).
 // Shapes: gate_up [N, 2 I], row stride in elements, columns contiguous; out [N, I] contiguous, written,
-// aliases
-//   nothing.
+//   aliases nothing.
 // Dtypes: gate_up, out bfloat16; arithmetic float32.
-// Rounding points: silu to bfloat16; the product to bfloat16. expf and division are the precise ones.
+// Rounding points: silu to bfloat16; the product to bfloat16. silu uses ex2.approx and rcp.approx, bit-equal
+//   to the precise formula on every bfloat16 value.
 // Limits and launch: any N and I, at most 2^31 blocks; 16-byte accesses where I and the row stride are
-// multiples
-//   of 8 and pointers are aligned, else 2-byte. 64-bit index; one access a thread; no shared memory; no
-//   spills; sm_80; graph-safe.
+//   multiples of 8 and pointers are aligned, else 2-byte. 64-bit index; one access a thread; no shared
+//   memory; no spills; sm_80; graph-safe.
 // Source: the upstream module named above. Twin: silu_mul_ref, tests/gpu/test_ops.py.
 #pragma once
 
