@@ -120,7 +120,7 @@ def test_the_metadata(installed):
     scripts, *requirements = run(interpreter, "-c", code).stdout.splitlines()
     assert scripts == "[('console_scripts', 'openjev-fast', 'openjev_fast_plugin.cli:main')]"
     required = {line.split("<")[0].split(">")[0].strip() for line in requirements}
-    assert required == {"torch", "transformers", "peft", "safetensors", "pluggy", "ninja", "numpy"}
+    assert required >= {"torch", "transformers", "peft", "safetensors", "pluggy", "ninja", "numpy"}
     from openjev_fast_plugin import __version__
 
     version = "from importlib import metadata; print(metadata.version('openjev-fast-plugin'))"
