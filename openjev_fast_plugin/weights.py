@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 MODEL_TYPE = "qwen3_5_text"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -286,7 +287,9 @@ def take_weights(backbone: Any, head: nn.Linear) -> Weights:
     shapes = _check(backbone, head)
     model = text_model(backbone)
     layers = []
-    for layer, kind in zip(model.layers, shapes.layer_types, strict=True):
+    kinds = zip(model.layers, shapes.layer_types, strict=True)
+    # The bar appears where this takes longer than two seconds.
+    for layer, kind in tqdm(kinds, "Fusing weights", total=len(model.layers), delay=2):
         mixer: LinearAttentionWeights | FullAttentionWeights
         if kind == "linear_attention":
             delta = layer.linear_attn
