@@ -1,4 +1,4 @@
-"""The fast backend: a loaded Open-Jev model in, logits of whole requests from packed forwards out."""
+"""The fast backend's engine: a loaded Open-Jev model in, logits of whole requests from packed forwards out."""
 
 from __future__ import annotations
 
@@ -31,23 +31,18 @@ class Scores:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-class FastBackend:
-    """Every candidate of a request in one packed forward: shared text is computed once."""
-
-    name = "fast"
-    summary = "one packed forward per request, shared text computed once"
-
-    def refusal(self, model: Any) -> str | None:
-        """Why this loaded model cannot be taken, naming the value; None when it can."""
-        return model_weights.refusal(model.backbone, model.head)
-
-    def build(self, model: Any, settings: Settings) -> FastEngine:
-        """Take the model's weights. Raises UnsupportedModel, with the model unchanged, where `refusal` has one."""
-        return FastEngine(model, settings)
+def refusal(model: Any) -> str | None:
+    """Why this loaded model cannot be taken, naming the value; None when it can."""
+    return model_weights.refusal(model.backbone, model.head)
 
 
 class FastEngine:
-    """Scores requests of one model whose weights it owns."""
+    """Scores requests of one model whose weights it owns: every candidate of a request in one packed forward.
+
+    model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards.
+
+    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason.
+    """
 
     def __init__(self, model: Any, settings: Settings):
         from jev.api import candidate_prompts

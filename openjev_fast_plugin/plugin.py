@@ -15,22 +15,20 @@ AUTO_ORDER = ("fast",)
 
 
 class Fast:
-    """`fast` by name: the module with the forward, and torch with it, is imported when a model is there."""
+    """`fast` by name: the forward, and torch with it, is imported when a model is there."""
 
     name = "fast"
     summary = "one packed forward over the prefix tree of all prompts of a request"
 
     def refusal(self, model: Any) -> str | None:
-        return self._backend().refusal(model)
+        from .engine import refusal
+
+        return refusal(model)
 
     def build(self, model: Any, settings: Settings) -> Engine:
-        return self._backend().build(model, settings)
+        from .engine import FastEngine
 
-    @staticmethod
-    def _backend() -> Backend:
-        from .engine import FastBackend
-
-        return FastBackend()
+        return FastEngine(model, settings)
 
 
 @hookimpl

@@ -371,7 +371,7 @@ def test_a_backend_that_cannot_be_had_stops_the_start(python, hosts, tmp_path, b
 def test_auto_keeps_the_original_and_says_why(python, hosts, checkpoint, tmp_path):
     interpreter = make_python(tmp_path / "venv")
     (site_of(interpreter) / "openjev_fast_plugin" / "engine.py").write_text(
-        "class FastBackend:\n  def refusal(self, model):\n    return f'model_id is {model.model_id!r}'\n"
+        "def refusal(model):\n    return f'model_id is {model.model_id!r}'\n"
     )
     with serving(interpreter, *server(checkpoint, "--backend", "auto"), path=(hosts["pinned"],)) as url:
         health, answer = get(url + "/health"), post(url + "/v1/systemone", REQUEST)
