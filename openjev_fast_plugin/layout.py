@@ -52,13 +52,19 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def chunk_size_for(node_length: np.ndarray) -> int:
-    """The chunk size that computes fewest padded rows, weighing a row by its share of a chunk's quadratic work.
+def chunk_size_for(node_length: np.ndarray, node_level: np.ndarray) -> int:
+    """The chunk size of the portable delta rule that is cheapest for these nodes.
 
-    node_length: [K] integers. The weight (32 + chunk size) was fitted on a CPU: a chunk's products with the state
-    cost as much as its products with itself at about 32 rows per state row of 64.
+    node_length, node_level: [K] integers. In units of one row, a padded row costs 1 + size / 256 and a step of the
+    recurrence 8: fitted to timings on one CPU core (bench/LOG.md).
     """
-    return min(_CHUNK_SIZES, key=lambda size: int((-(-node_length // size) * size * (32 + size)).sum()))
+
+    def cost(size: int) -> float:
+        chunks = -(-node_length // size)
+        steps = sum(int(chunks[node_level == level].max()) for level in range(int(node_level.max()) + 1))
+        return int(chunks.sum()) * size * (1 + size / 256) + 8 * steps
+
+    return min(_CHUNK_SIZES, key=cost)
 
 
 def build_layout(forest: Forest, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -78,7 +84,7 @@ def build_layout(forest: Forest, shapes: Shapes, dtype: torch.dtype, device: tor
         predecessor=tensor(forest.predecessor),
         cos=cos,
         sin=sin,
-        delta=plan_delta_rule(*nodes, chunk_size_for(forest.node_length), device),
+        delta=plan_delta_rule(*nodes, chunk_size_for(forest.node_length, forest.node_level), device),
         attention=plan_attention(*nodes, every_row, forest.node, device),
         read_attention=plan_attention(*nodes, forest.read_row, forest.node[forest.read_row], device),
         read_row=tensor(forest.read_row),
