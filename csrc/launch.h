@@ -59,6 +59,29 @@ struct DeltaPrepare {
 
 cudaError_t launch_delta_prepare(const DeltaPrepare& arguments, cudaStream_t stream);
 
+// Tensors and tables as delta_rule's docstring has them, contiguous, on the device. state holds node_slots
+// slots and flag as many ints as delta_rule_flags() says; both are scratch.
+struct DeltaRule {
+  const void* q;
+  const void* k;
+  const void* v;
+  const float* g;
+  const float* beta;
+  const int32_t* node;
+  void* out;
+  float* state;
+  int32_t* flag;
+  float scale;
+  int nodes;
+  int node_slots;
+  int key_heads;
+  int value_heads;
+};
+
+int64_t delta_rule_flags(int64_t node_slots, int64_t value_heads);
+
+cudaError_t launch_delta_rule(const DeltaRule& arguments, cudaStream_t stream);
+
 // One of the two tensors attention_prepare treats alike.
 struct RotaryInput {
   const void* x;

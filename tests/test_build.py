@@ -128,7 +128,7 @@ def test_digest_changes_with_everything_that_decides_the_library(plan, folder):
 def test_sources_are_found_in_a_checkout():
     found = build.source_folder()
     assert found == ROOT / "csrc"
-    assert [path.name for path in build.sources(found, ".cpp")] == ["binding.cpp"]
+    assert "binding.cpp" in [path.name for path in build.sources(found, ".cpp")]
 
 
 def test_device_code_includes_no_torch_header():
@@ -139,7 +139,7 @@ def test_device_code_includes_no_torch_header():
 
 def test_bindings_use_no_iostreams():
     folder = build.source_folder()
-    for path in (folder / "binding.cpp", folder / "check.h"):
+    for path in (*build.sources(folder, ".cpp"), folder / "check.h"):
         assert not any(name in path.read_text() for name in ("<iostream>", "<sstream>", "<regex>")), path.name
 
 

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 DECAYS = {"slow": (1e-4, 1e-2), "fast": (0.5, 3.0)}
 
 
-def inputs(rows: int, decay: str = "slow", key_heads: int = 2, groups: int = 2, dim: int = 16) -> list[torch.Tensor]:
+def inputs(
+    rows: int, decay: str = "slow", key_heads: int = 2, groups: int = 2, dim: int = 16
+) -> list[torch.Tensor]:
     torch.manual_seed(rows)
     q, k = torch.nn.functional.normalize(torch.randn(2, rows, key_heads, dim), dim=-1)
     v = torch.randn(rows, key_heads * groups, dim)
@@ -88,7 +90,9 @@ def test_every_path_of_a_tree_is_its_own_sequence(name, chunk_size):
     leaves = set(range(len(tree.length))) - set(tree.parent.tolist())
     for node in sorted(leaves)[:: max(1, len(leaves) // 8)]:
         path = tree.path(node)
-        assert_close(found[path], recurrence([x[path] for x in given]), rtol=1e-4, atol=2e-5, what=f"node {node}")
+        assert_close(
+            found[path], recurrence([x[path] for x in given]), rtol=1e-4, atol=2e-5, what=f"node {node}"
+        )
 
 
 @pytest.mark.parametrize("groups, key_heads, dim", [(1, 1, 8), (3, 2, 24), (4, 1, 128)])
@@ -133,3 +137,21 @@ def test_plan_runs_chunks_after_what_they_read():
         ]
     )
     assert sorted(covered.tolist()) == list(range(tree.rows))
+
+
+def test_plan_hands_states_from_node_to_node():
+    tree = TREES["two_roots"]
+    plan = plan_delta_rule(*tree.nodes, 64, CPU)
+    assert plan.node.tolist() == [[0, 5, -1, 0], [5, 70, -1, 1], [75, 3, 1, -1], [78, 2, 0, -1]]
+    assert plan.node_slots == 2
+
+
+def test_nodes_without_rows_are_padding():
+    tree = TREES["example"]
+    given = inputs(tree.rows)
+    padded = tuple(
+        np.concatenate([x, filler]) for x, filler in zip(tree.nodes, ([0, 0], [0, 0], [-1, -1]), strict=True)
+    )
+    expected, plan = packed(given, tree, 16), plan_delta_rule(*padded, 16, CPU)
+    assert torch.equal(delta_rule(*given, plan), expected)
+    assert plan.node_slots == plan_delta_rule(*tree.nodes, 16, CPU).node_slots

@@ -1,8 +1,9 @@
 """CUDA implementations of the public ops that have a hand-written kernel.
 
 The kernels take bfloat16. float32 tensors on CUDA go to the op's portable implementation by design: float32
-is the precision of golden comparisons, not one to serve in. Any other dtype reaches the kernel's checks, and
-they refuse it. The library is built and loaded when the first such tensor arrives, or through :func:`load`.
+is the precision of golden comparisons, not one to serve in. So do shapes that a kernel has no instance for, as
+`_kernel_takes` of the op's module says. Any other dtype reaches the kernel's checks, and they refuse it. The
+library is built and loaded when the first such tensor arrives, or through :func:`load`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _OPS = (
     "add_rms_norm",
     "attention_prepare",
     "delta_prepare",
+    "delta_rule",
     "gate_mul",
     "gated_rms_norm",
     "head_score",
@@ -40,10 +42,11 @@ def load() -> dict[str, Callable]:
 
 
 def _register(name: str) -> None:
-    portable = import_module(f"openjev_fast_plugin.ops.{name}")._portable
+    module = import_module(f"openjev_fast_plugin.ops.{name}")
+    portable, takes = module._portable, getattr(module, "_kernel_takes", None)
 
     def implementation(*arguments):
-        if arguments[0].dtype is torch.float32:
+        if arguments[0].dtype is torch.float32 or (takes is not None and not takes(*arguments)):
             return portable(*arguments)
         return load()[name](*arguments)
 

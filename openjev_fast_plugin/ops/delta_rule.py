@@ -9,9 +9,14 @@ import torch
 
 from openjev_fast_plugin.ops._library import define
 
+# Key and value dim of the CUDA kernel.
+_KERNEL_DIM = 128
+
 
 class DeltaPlan(NamedTuple):
-    """Chunks of a forest's nodes in the order they can run; B chunks in steps of independent chunks.
+    """A forest's nodes, as chunks for the portable implementation and as they are for the CUDA kernel.
+
+    B chunks stand in the order they can run, in steps of independent chunks; K nodes, parents before children.
 
     chunk_start, chunk_length: [B] int32, the packed rows of each chunk (at most chunk_size; a node's rows are cut
         from its first row on).
@@ -21,6 +26,9 @@ class DeltaPlan(NamedTuple):
     step_kept: [steps] int32 on the CPU; the first step_kept[i] chunks of a step have a target, the rest none.
     slots: number of state slots.
     chunk_size: longest chunk.
+    node: [K, 4] int32, a node's first row, its number of rows, the node slot it starts from and the one it leaves
+        its final state in, both -1 where there is none. A node without rows is padding.
+    node_slots: number of node slots.
     """
 
     chunk_start: torch.Tensor
@@ -31,24 +39,32 @@ class DeltaPlan(NamedTuple):
     step_kept: torch.Tensor
     slots: int
     chunk_size: int
+    node: torch.Tensor
+    node_slots: int
 
 
 def plan_delta_rule(
-    node_start: np.ndarray, node_length: np.ndarray, node_parent: np.ndarray, chunk_size: int, device: torch.device
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    chunk_size: int,
+    device: torch.device,
 ) -> DeltaPlan:
     """Cut nodes into chunks and order them; host code.
 
     node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
-    chunk_size: longest chunk, at least 1.
+    chunk_size: longest chunk of the portable implementation, at least 1.
     """
     nodes = len(node_start)
     chunks = -(-node_length // chunk_size)
     first_step = np.zeros(nodes, dtype=np.int64)
     has_child = np.zeros(nodes, dtype=bool)
-    for node, parent in enumerate(node_parent):
+    for child, parent in enumerate(node_parent):
         if parent >= 0:
-            first_step[node] = first_step[parent] + chunks[parent]
+            first_step[child] = first_step[parent] + chunks[parent]
             has_child[parent] = True
+    node_slot = np.where(has_child, np.cumsum(has_child) - 1, -1)
+    node_source = np.where(node_parent >= 0, node_slot[node_parent], -1)
     keeps_state = has_child | (chunks > 1)
     slot = np.where(keeps_state, np.cumsum(keeps_state) - 1, -1)
 
@@ -63,20 +79,22 @@ def plan_delta_rule(
     order = np.lexsort((target < 0, step))
 
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values[order].astype(np.int32)).to(device)
+        return torch.from_numpy(values.astype(np.int32)).to(device)
 
     def count(values: np.ndarray) -> np.ndarray:
         return np.bincount(values, minlength=steps).astype(np.int32)
 
     return DeltaPlan(
-        chunk_start=tensor(node_start[node] + index * chunk_size),
-        chunk_length=tensor(np.minimum(node_length[node] - index * chunk_size, chunk_size)),
-        chunk_source=tensor(source),
-        chunk_target=tensor(target),
+        chunk_start=tensor((node_start[node] + index * chunk_size)[order]),
+        chunk_length=tensor(np.minimum(node_length[node] - index * chunk_size, chunk_size)[order]),
+        chunk_source=tensor(source[order]),
+        chunk_target=tensor(target[order]),
         step_start=torch.from_numpy(np.concatenate([[0], np.cumsum(count(step))]).astype(np.int32)),
         step_kept=torch.from_numpy(count(step[target >= 0])),
         slots=int(keeps_state.sum()),
         chunk_size=chunk_size,
+        node=tensor(np.stack([node_start, node_length, node_source, node_slot], axis=1)),
+        node_slots=int(has_child.sum()),
     )
 
 
@@ -108,7 +126,9 @@ def delta_rule_ref(
     values, decay, write = v.float().transpose(0, 1), g.t(), beta.t().unsqueeze(-1)
     output = torch.empty_like(values)
     states: list[torch.Tensor] = []
-    for start, length, parent in zip(node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True):
+    for start, length, parent in zip(
+        node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True
+    ):
         state = states[parent] if parent >= 0 else q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         for first in range(start, start + length, chunk_size):
             rows = slice(first, min(first + chunk_size, start + length))
@@ -125,7 +145,9 @@ def delta_rule_ref(
             weights = rounded(((qc @ kc.transpose(1, 2)) * ratio).tril())
             output[:, rows] = scale * (since_start * (qc @ rounded(state)) + weights @ rounded(v_new))
             to_end = torch.exp(cumulative[:, -1:] - cumulative).unsqueeze(-1)
-            state = torch.exp(cumulative[:, -1])[:, None, None] * state + kc.transpose(1, 2) @ rounded(v_new * to_end)
+            state = torch.exp(cumulative[:, -1])[:, None, None] * state + kc.transpose(1, 2) @ rounded(
+                v_new * to_end
+            )
         states.append(state)
     return output.transpose(0, 1).to(dtype)
 
@@ -144,6 +166,8 @@ def _portable(
     step_kept: torch.Tensor,
     slots: int,
     chunk_size: int,
+    node: torch.Tensor,
+    node_slots: int,
 ) -> torch.Tensor:
     rows, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
@@ -214,14 +238,21 @@ def _fake(
     step_kept: torch.Tensor,
     slots: int,
     chunk_size: int,
+    node: torch.Tensor,
+    node_slots: int,
 ) -> torch.Tensor:
     return v.new_empty(v.shape)
 
 
+def _kernel_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> bool:
+    """Whether the CUDA kernel takes these heads; all others run the portable implementation."""
+    return q.shape[-1] == v.shape[-1] == _KERNEL_DIM
+
+
 _op = define(
     "delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor chunk_start, Tensor chunk_length, "
-    "Tensor chunk_source, Tensor chunk_target, Tensor step_start, Tensor step_kept, int slots, int chunk_size) "
-    "-> Tensor",
+    "Tensor chunk_source, Tensor chunk_target, Tensor step_start, Tensor step_kept, int slots, int chunk_size, "
+    "Tensor node, int node_slots) -> Tensor",
     portable=_portable,
     fake=_fake,
 )
@@ -239,7 +270,9 @@ def delta_rule(
     plan: the forest's chunks from :func:`plan_delta_rule`.
 
     Returns o [N, HV, V] of the model dtype. A node starts from its parent's final state, a root from zeros; states
-    are float32. The portable implementation is float32 inside and rounds the output once. Rows of no chunk are not
-    written. Source: Gated Delta Networks (arXiv 2412.06464) in the chunked form of arXiv 2406.06484.
+    are float32. The portable implementation is float32 inside and rounds the output once. bfloat16 on CUDA with K =
+    V = 128 runs the kernel of csrc/delta_rule.cuh, which rounds where :func:`delta_rule_ref` does with chunks of 64
+    rows; other heads run the portable implementation. Rows of no node are not written. Source: Gated Delta Networks
+    (arXiv 2412.06464) in the chunked form of arXiv 2406.06484.
     """
     return _op(q, k, v, g, beta, *plan)
