@@ -98,4 +98,31 @@ struct RotaryInput {
 cudaError_t launch_attention_prepare(const RotaryInput& q, const RotaryInput& k, int dim, int pairs,
                                      float eps, cudaStream_t stream);
 
+// Strides in elements; tables as AttentionPlan holds them, on the device.
+struct TreeAttention {
+  const void* q;
+  const void* k;
+  int64_t k_row_stride;
+  int64_t k_head_stride;
+  const void* v;
+  int64_t v_row_stride;
+  int64_t v_head_stride;
+  const void* gate;
+  int64_t gate_row_stride;
+  int64_t gate_head_stride;
+  const int32_t* query_row;
+  const int32_t* tile;
+  const int32_t* tile_range;
+  void* out;
+  // scale / ln 2: the softmax is of powers of two.
+  float scale_log2;
+  int64_t tiles;
+  int tile_queries;
+  int query_heads;
+  int kv_heads;
+  int dim;
+};
+
+cudaError_t launch_tree_attention(const TreeAttention& arguments, cudaStream_t stream);
+
 }  // namespace openjev_fast

@@ -9,7 +9,9 @@ from openjev_fast_plugin.ops import plan_attention, tree_attention, tree_attenti
 CPU = torch.device("cpu")
 
 
-def inputs(queries: int, rows: int, dtype: torch.dtype = torch.float32, heads: int = 4, kv: int = 2, dim: int = 16):
+def inputs(
+    queries: int, rows: int, dtype: torch.dtype = torch.float32, heads: int = 4, kv: int = 2, dim: int = 16
+):
     torch.manual_seed(rows)
     q = torch.randn(queries, heads, dim).to(dtype)
     k = torch.randn(rows, kv, dim).to(dtype)
@@ -96,3 +98,55 @@ def test_masks_stay_bounded_by_blocks_not_by_rows():
     queries = plan.block_query.diff()
     assert tree.rows > 2000
     assert int(queries.max()) <= 256 and int(own.max()) <= 1024
+
+
+def rows_by_tiles(plan, total: int) -> list[list[int]]:
+    """The rows each query sees by the tables of the CUDA kernel."""
+    rows, tile_range = plan.query_row.tolist(), plan.tile_range.tolist()
+    seen: list[list[int]] = [[] for _ in range(total)]
+    for first, queries, at, keys in plan.tile.tolist():
+        for key in range(keys):
+            while key >= tile_range[at][1]:
+                at += 1
+            row = key + tile_range[at][0]
+            for query in range(queries):
+                if tile_range[at][2] >> query & 1 and row <= rows[first + query]:
+                    seen[first + query].append(row)
+    return seen
+
+
+@pytest.mark.parametrize("tile_queries", [1, 8, 21, 32])
+@pytest.mark.parametrize("name", TREES)
+def test_tiles_hold_each_path_once_and_in_order(name, tile_queries):
+    tree = TREES[name]
+    last_rows = np.unique(np.concatenate([(tree.start + tree.length - 1)[-40:], tree.start[:3]]))
+    for rows in (np.arange(tree.rows), last_rows):
+        nodes = tree.node_of_row[rows]
+        plan = plan_attention(*tree.nodes, rows, nodes, CPU, tile_queries=tile_queries)
+        assert plan.tile[:, 0].tolist() == list(range(0, len(rows), tile_queries))
+        assert int(plan.tile[:, 1].sum()) == len(rows)
+        paths = [tree.path(node) for node in range(len(tree.length))]
+        expected = [paths[node][paths[node] <= row].tolist() for row, node in zip(rows, nodes, strict=True)]
+        assert rows_by_tiles(plan, len(rows)) == expected
+
+
+def test_tiles_hold_no_key_that_no_query_sees():
+    tree = TREES["one_node_200"]
+    rows = np.array([3, 150])
+    plan = plan_attention(*tree.nodes, rows, tree.node_of_row[rows], CPU, tile_queries=1)
+    assert plan.tile[:, 3].tolist() == [4, 151]
+
+
+def test_a_run_of_rows_seen_alike_is_one_range():
+    tree = Tree.of((10, -1), (20, 0), (30, 1))
+    rows = np.arange(50, 58)
+    plan = plan_attention(*tree.nodes, rows, tree.node_of_row[rows], CPU, tile_queries=8)
+    assert plan.tile.tolist() == [[0, 8, 0, 58]]
+    assert plan.tile_range.tolist() == [[0, 58, 255, 0]]
+
+
+@pytest.mark.parametrize("tile_queries", [0, 33])
+def test_tile_sizes_out_of_range_are_refused(tile_queries):
+    tree, rows = TREES["one_row"], np.arange(1)
+    with pytest.raises(ValueError, match=f"tile_queries must be 1 to 32, it is {tile_queries}"):
+        plan_attention(*tree.nodes, rows, rows, CPU, tile_queries=tile_queries)

@@ -26,6 +26,7 @@ _OPS = (
     "gated_rms_norm",
     "head_score",
     "silu_mul",
+    "tree_attention",
 )
 _LIBRARY = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 

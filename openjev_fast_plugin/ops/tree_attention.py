@@ -14,9 +14,18 @@ from openjev_fast_plugin.ops._library import define
 _BLOCK_QUERIES = 256
 _BLOCK_OWN_ROWS = 1024
 
+# Queries of one tile of the CUDA kernel, for few queries and for many: more tiles against more reuse of a key.
+# Measured at 6 query heads a key head (bench/LOG.md). A tile's queries are the bits of an int32.
+_TILE_QUERIES_OF_FEW, _TILE_QUERIES_OF_MANY, _FEW = 10, 21, 640
+_MOST_TILE_QUERIES = 32
+_KERNEL_DIMS = (64, 128, 256)
+
 
 class AttentionPlan(NamedTuple):
-    """Blocks of queries that share their ancestors; M queries in B blocks, R ranges of keys.
+    """What each query sees, twice: in blocks for the portable implementation, in tiles for the CUDA kernel.
+
+    M queries in B blocks of queries that share their ancestors, R ranges of keys; and in T tiles of consecutive
+    queries, S ranges of keys.
 
     query_row: [M] int32, packed row of each query, ascending; a query sees no row after it.
     query_first: [M] int32, first row of the query's own node.
@@ -24,6 +33,12 @@ class AttentionPlan(NamedTuple):
     block_own: [B, 2] int32 on the CPU, rows [first, end) that hold the own nodes of a block's queries.
     block_range: [B + 1] int32 on the CPU, a block's ranges are block_range[i]:block_range[i + 1].
     range_rows: [R, 2] int32 on the CPU, rows [first, end) of an ancestor, seen by every query of the block.
+    tile: [T, 4] int32, a tile's first query, number of queries, first range and number of keys. Its keys are the
+        rows of its ranges, numbered from 0 in ascending order.
+    tile_range: [S, 4] int32, what to add to the number of a key for its row, the number after the range's last
+        key, the queries whose path holds the range as bits from the tile's first, and 0. S is a power of two: the
+        last ranges may belong to no tile.
+    tile_queries: queries of every tile but the last, at most 32.
     """
 
     query_row: torch.Tensor
@@ -32,6 +47,9 @@ class AttentionPlan(NamedTuple):
     block_own: torch.Tensor
     block_range: torch.Tensor
     range_rows: torch.Tensor
+    tile: torch.Tensor
+    tile_range: torch.Tensor
+    tile_queries: int
 
 
 def plan_attention(
@@ -41,14 +59,22 @@ def plan_attention(
     query_row: np.ndarray,
     query_node: np.ndarray,
     device: torch.device,
+    tile_queries: int | None = None,
 ) -> AttentionPlan:
-    """Group queries with common ancestors into bounded blocks; host code.
+    """Group queries with common ancestors into bounded blocks, and consecutive queries into tiles; host code.
 
     node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
     query_row, query_node: [M] integers, ascending rows and their nodes.
+    tile_queries: queries of a tile, 1 to 32; chosen by the number of queries where not given.
     """
+    if tile_queries is None:
+        tile_queries = _TILE_QUERIES_OF_FEW if len(query_row) <= _FEW else _TILE_QUERIES_OF_MANY
+    if not 1 <= tile_queries <= _MOST_TILE_QUERIES:
+        raise ValueError(f"tile_queries must be 1 to {_MOST_TILE_QUERIES}, it is {tile_queries}")
     ancestors: list[tuple[tuple[int, int], ...]] = []
-    for start, length, parent in zip(node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True):
+    for start, length, parent in zip(
+        node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True
+    ):
         above = ancestors[parent] if parent >= 0 else ()
         # A run of rows that continues the one above it is one range.
         if above and above[-1][1] == start:
@@ -86,6 +112,7 @@ def plan_attention(
     def host(values: list, *shape: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).reshape(*shape)
 
+    tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)
     return AttentionPlan(
         query_row=torch.from_numpy(query_row.astype(np.int32)).to(device),
         query_first=torch.from_numpy(first_row.astype(np.int32)).to(device),
@@ -93,7 +120,62 @@ def plan_attention(
         block_own=host(block_own, -1, 2),
         block_range=host(block_range, -1),
         range_rows=host(range_rows, -1, 2),
+        tile=torch.from_numpy(tile).to(device),
+        tile_range=torch.from_numpy(tile_range).to(device),
+        tile_queries=tile_queries,
     )
+
+
+def _plan_tiles(
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    query_row: np.ndarray,
+    query_node: np.ndarray,
+    tile_queries: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tables `tile` and `tile_range` of AttentionPlan."""
+    starts, parents = node_start.tolist(), node_parent.tolist()
+    ends = (node_start + node_length).tolist()
+    rows, nodes = query_row.tolist(), query_node.tolist()
+    tile: list[tuple[int, int, int, int]] = []
+    tile_range: list[tuple[int, int, int, int]] = []
+    for begin in range(0, len(rows), tile_queries):
+        end = min(begin + tile_queries, len(rows))
+        # Queries whose path holds a node, and the end of the node's rows that one of them sees.
+        seen_by: dict[int, int] = {}
+        seen_end: dict[int, int] = {}
+        at = begin
+        while at < end:
+            node, first = nodes[at], at
+            # The queries of a node are next to each other.
+            while at < end and nodes[at] == node:
+                at += 1
+            bits = (1 << at - begin) - (1 << first - begin)
+            seen_by[node] = seen_by.get(node, 0) | bits
+            seen_end[node] = rows[at - 1] + 1
+            node = parents[node]
+            while node >= 0:
+                seen_by[node] = seen_by.get(node, 0) | bits
+                seen_end[node] = ends[node]
+                node = parents[node]
+        keys, first_range = 0, len(tile_range)
+        range_start = range_end = range_bits = 0
+        # Nodes are numbered in the order of their rows.
+        for node in sorted(seen_by):
+            if starts[node] != range_end or seen_by[node] != range_bits:
+                if range_end > range_start:
+                    tile_range.append((range_start - keys, keys + range_end - range_start, range_bits, 0))
+                    keys += range_end - range_start
+                range_start, range_bits = starts[node], seen_by[node]
+            range_end = seen_end[node]
+        tile_range.append((range_start - keys, keys + range_end - range_start, range_bits, 0))
+        tile.append((begin, end - begin, first_range, keys + range_end - range_start))
+    padded = 1 << max(len(tile_range) - 1, 0).bit_length()
+    tile_range.extend([(0, 0, 0, 0)] * (padded - len(tile_range)))
+    # Bit 31 is the sign.
+    ranges = np.array(tile_range, dtype=np.int64).reshape(-1, 4).astype(np.uint32).view(np.int32)
+    return np.array(tile, dtype=np.int32).reshape(-1, 4), ranges
 
 
 def tree_attention_ref(
@@ -136,6 +218,9 @@ def _portable(
     block_own: torch.Tensor,
     block_range: torch.Tensor,
     range_rows: torch.Tensor,
+    tile: torch.Tensor,
+    tile_range: torch.Tensor,
+    tile_queries: int,
 ) -> torch.Tensor:
     queries = q.transpose(0, 1).unsqueeze(0)
     keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
@@ -182,13 +267,22 @@ def _fake(
     block_own: torch.Tensor,
     block_range: torch.Tensor,
     range_rows: torch.Tensor,
+    tile: torch.Tensor,
+    tile_range: torch.Tensor,
+    tile_queries: int,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
+def _kernel_takes(q: torch.Tensor, *_: object) -> bool:
+    """Whether the CUDA kernel has an instance for these heads; others run the portable implementation."""
+    return q.shape[-1] in _KERNEL_DIMS
+
+
 _op = define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor gate, float scale, Tensor query_row, Tensor query_first, "
-    "Tensor block_query, Tensor block_own, Tensor block_range, Tensor range_rows) -> Tensor",
+    "Tensor block_query, Tensor block_own, Tensor block_range, Tensor range_rows, Tensor tile, Tensor tile_range, "
+    "int tile_queries) -> Tensor",
     portable=_portable,
     fake=_fake,
 )
