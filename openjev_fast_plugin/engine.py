@@ -97,9 +97,8 @@ class FastEngine:
         return Scores(logits, total, stats)
 
     def _forward(self, sequences: list[np.ndarray]) -> tuple[torch.Tensor, int]:
-        forest = build_forest(sequences)
-        layout = build_layout(forest, self._weights.shapes, self._weights.dtype, self._weights.device)
-        return forward(self._weights, layout), layout.rows
+        layout = build_layout(build_forest(sequences))
+        return forward(self._weights, layout.to(self._weights.device)), layout.rows
 
 
 def _as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:

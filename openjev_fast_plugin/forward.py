@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from openjev_fast_plugin.layout import Layout
+from openjev_fast_plugin.layout import Layout, rotary_tables
 from openjev_fast_plugin.ops import (
     add_rms_norm,
     attention_prepare,
@@ -26,6 +26,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
     every row, and queries, projections and MLP of the read rows alone.
     """
     shapes, last = weights.shapes, len(weights.layers) - 1
+    rotary = rotary_tables(layout.position, shapes.rotary_pairs, shapes.rope_theta, weights.dtype)
     residual = F.embedding(layout.token, weights.embedding)
     update: torch.Tensor | None = None
     for index, layer in enumerate(weights.layers):
@@ -34,7 +35,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
         if isinstance(layer.mixer, LinearAttentionWeights):
             update = _linear_attention(normed, layer.mixer, layout, shapes, read)
         else:
-            update = _full_attention(normed, layer.mixer, layout, shapes, read)
+            update = _full_attention(normed, layer.mixer, layout, rotary, shapes, read)
         if read is not None:
             residual = residual.index_select(0, read)
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
@@ -91,6 +92,7 @@ def _full_attention(
     normed: torch.Tensor,
     weights: FullAttentionWeights,
     layout: Layout,
+    rotary: tuple[torch.Tensor, torch.Tensor],
     shapes: Shapes,
     read: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -99,24 +101,14 @@ def _full_attention(
     if read is None:
         projected = F.linear(normed, weights.project)
         q_gate, keys, values = projected.split([query_width, key_width, key_width], dim=1)
-        q_cos, q_sin, plan = layout.cos, layout.sin, layout.attention
+        q_rotary, plan = rotary, layout.attention
     else:
         q_gate = F.linear(normed.index_select(0, read), weights.project[:query_width])
         keys, values = F.linear(normed, weights.project[query_width:]).chunk(2, dim=1)
-        q_cos, q_sin = layout.cos.index_select(0, read), layout.sin.index_select(0, read)
+        q_rotary = (rotary[0].index_select(0, read), rotary[1].index_select(0, read))
         plan = layout.read_attention
     q, gate = q_gate.unflatten(1, (shapes.query_heads, 2 * shapes.head_dim)).chunk(2, dim=2)
     keys, values = (x.unflatten(1, (shapes.kv_heads, shapes.head_dim)) for x in (keys, values))
-    q, k = attention_prepare(
-        q,
-        keys,
-        weights.q_norm,
-        weights.k_norm,
-        q_cos,
-        q_sin,
-        layout.cos,
-        layout.sin,
-        shapes.eps,
-    )
+    q, k = attention_prepare(q, keys, weights.q_norm, weights.k_norm, *q_rotary, *rotary, shapes.eps)
     mixed = tree_attention(q, k, values, gate, shapes.head_dim**-0.5, plan)
     return F.linear(mixed, weights.output)

@@ -1,34 +1,46 @@
-"""A forest as the tensors one forward reads, on the model's device."""
+"""A forest as the tensors one forward reads: built on the host, moved to the model's device in one copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from openjev_fast_plugin.forest import Forest
 from openjev_fast_plugin.ops import AttentionPlan, DeltaPlan, plan_attention, plan_delta_rule
-from openjev_fast_plugin.weights import Shapes
 
 _CHUNK_SIZES = (64, 32, 16)
+# Tables that the portable ops loop over on the host; all others belong on the model's device.
+_HOST_TABLES = frozenset(("step_start", "step_kept", "block_query", "block_own", "block_range", "range_rows"))
+# Tables start at multiples of this many int32, so that kernels can read 16 bytes at a time.
+_ALIGNMENT = 4
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sizes are rounded up to multiples of these, so that requests share matmul sizes and captured graphs."""
+
+    rows: int = 1
+    nodes: int = 1
+    reads: int = 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """N packed rows, M read rows, C candidates.
+    """N packed rows, M read rows, C candidates; tables are int32.
 
-    token: [N] int32, token id of each row.
-    predecessor: [N, 3] int32, rows 1, 2 and 3 steps back on the path, -1 before its start.
-    cos, sin: [N, R] model dtype, rotary tables of each row's position.
-    delta: chunks of the delta rule. attention: every row as a query. read_attention: the read rows as queries.
-    read_row: [M] int32, rows the head reads. candidate_read: [C] int32, index into read_row of each candidate.
+    token: [N], token id of each row. position: [N], depth of each row on its path, from 0.
+    predecessor: [N, 3], rows 1, 2 and 3 steps back on the path, -1 before its start.
+    delta: nodes of the delta rule. attention: every row as a query. read_attention: the read rows as queries.
+    read_row: [M], rows the head reads. candidate_read: [C], index into read_row of each candidate.
     """
 
     token: torch.Tensor
+    position: torch.Tensor
     predecessor: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
     delta: DeltaPlan
     attention: AttentionPlan
     read_attention: AttentionPlan
@@ -38,6 +50,71 @@ class Layout:
     @property
     def rows(self) -> int:
         return self.token.shape[0]
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout with its device tables on `device`, moved in one copy."""
+        if device.type == "cpu":
+            return self
+        packed = self.pack()
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        return self.unpack(packed.to(device, non_blocking=True))
+
+    def pack(self) -> torch.Tensor:
+        """Every device table in one int32 tensor [total], each at a 16-byte boundary."""
+        flat = np.zeros(self._size(), dtype=np.int32)
+        for table, start in self._tables():
+            flat[start : start + table.numel()] = table.flatten().numpy()
+        return torch.from_numpy(flat)
+
+    def unpack(self, packed: torch.Tensor) -> Layout:
+        """This layout's shape over the tables in `packed`, which `pack` of a layout of the same shape filled."""
+        starts = iter([start for _, start in self._tables()])
+
+        def moved(table: torch.Tensor) -> torch.Tensor:
+            start = next(starts)
+            return packed[start : start + table.numel()].view(table.shape)
+
+        return self._map(moved)
+
+    def shape_key(self) -> tuple[Any, ...]:
+        """What a captured graph depends on: the shapes of the device tables and the plans' numbers."""
+        key: list[Any] = [tuple(table.shape) for table, _ in self._tables()]
+        for plan in (self.delta, self.attention, self.read_attention):
+            key += [value for value in plan if isinstance(value, int)]
+        return tuple(key)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = change(value)
+            else:
+                tables = {
+                    name: change(table)
+                    for name, table in value._asdict().items()
+                    if isinstance(table, torch.Tensor) and name not in _HOST_TABLES
+                }
+                changed[field.name] = value._replace(**tables)
+        return replace(self, **changed)
+
+    def _tables(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Device tables in a fixed order, each with its place in the packed tensor."""
+        tables: list[torch.Tensor] = []
+
+        def note(table: torch.Tensor) -> torch.Tensor:
+            tables.append(table)
+            return table
+
+        self._map(note)
+        start = 0
+        for table in tables:
+            yield table, start
+            start += -(-table.numel() // _ALIGNMENT) * _ALIGNMENT
+
+    def _size(self) -> int:
+        return sum(-(-table.numel() // _ALIGNMENT) * _ALIGNMENT for table, _ in self._tables())
 
 
 def rotary_tables(
@@ -67,26 +144,61 @@ def chunk_size_for(node_length: np.ndarray, node_level: np.ndarray) -> int:
     return min(_CHUNK_SIZES, key=cost)
 
 
-def build_layout(forest: Forest, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Layout:
-    """Tensors of one forest for a model of these shapes.
+def build_layout(forest: Forest, bucket: Bucket = Bucket()) -> Layout:  # noqa: B008
+    """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
 
-    dtype: the model's; device: where its weights are.
+    Padding rows form a root of their own, so they are computed like any others and no real row sees them; padding
+    nodes have no rows; the last read row and the first candidate are repeated.
     """
+    rows, nodes = len(forest.token), len(forest.node_start)
+    extra = -rows % bucket.rows
 
-    def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    def padded(values: np.ndarray, count: int, fill: np.ndarray | int) -> np.ndarray:
+        """`values` with `count` more entries of `fill`."""
+        filler = np.broadcast_to(np.asarray(fill, dtype=values.dtype), (count, *values.shape[1:]))
+        return np.concatenate([values, filler])
 
-    nodes = (forest.node_start, forest.node_length, forest.node_parent)
-    cos, sin = rotary_tables(tensor(forest.position), shapes.rotary_pairs, shapes.rope_theta, dtype)
-    every_row = np.arange(len(forest.token))
-    return Layout(
-        token=tensor(forest.token),
-        predecessor=tensor(forest.predecessor),
-        cos=cos,
-        sin=sin,
-        delta=plan_delta_rule(*nodes, chunk_size_for(forest.node_length, forest.node_level), device),
-        attention=plan_attention(*nodes, every_row, forest.node, device),
-        read_attention=plan_attention(*nodes, forest.read_row, forest.node[forest.read_row], device),
-        read_row=tensor(forest.read_row),
-        candidate_read=tensor(forest.candidate_read),
+    token = padded(forest.token, extra, 0)
+    position = np.concatenate([forest.position, np.arange(extra, dtype=forest.position.dtype)])
+    predecessor = np.concatenate([forest.predecessor, _chain(rows, extra)])
+    node = padded(forest.node, extra, nodes)
+    node_start, node_length, node_parent, node_level = (
+        forest.node_start,
+        forest.node_length,
+        forest.node_parent,
+        forest.node_level,
     )
+    if extra:
+        node_start, node_length = padded(node_start, 1, rows), padded(node_length, 1, extra)
+        node_parent, node_level = padded(node_parent, 1, -1), padded(node_level, 1, 0)
+    read_row = padded(forest.read_row, -len(forest.read_row) % bucket.reads, forest.read_row[-1])
+    candidates = forest.candidate_read
+    candidate_read = padded(candidates, -len(candidates) % bucket.reads, candidates[0])
+
+    tables = (node_start, node_length, node_parent)
+    host = torch.device("cpu")
+    delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level), host)
+    # A node without rows is skipped by the kernel and is in no chunk of the portable implementation.
+    empty = torch.zeros(-len(delta.node) % bucket.nodes, delta.node.shape[1], dtype=torch.int32)
+    return Layout(
+        token=torch.from_numpy(token),
+        position=torch.from_numpy(position),
+        predecessor=torch.from_numpy(predecessor),
+        delta=delta._replace(
+            node=torch.cat([delta.node, empty]), node_slots=_round_up(delta.node_slots, bucket.nodes)
+        ),
+        attention=plan_attention(*tables, np.arange(len(token)), node, host),
+        read_attention=plan_attention(*tables, read_row, node[read_row], host),
+        read_row=torch.from_numpy(read_row),
+        candidate_read=torch.from_numpy(candidate_read),
+    )
+
+
+def _chain(first: int, count: int) -> np.ndarray:
+    """Predecessors [count, 3] of a root of `count` rows that starts at row `first`."""
+    back = np.arange(count, dtype=np.int32)[:, None] - np.arange(1, 4, dtype=np.int32)
+    return np.where(back < 0, -1, first + back).astype(np.int32)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

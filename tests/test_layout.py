@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+from decisions import question, text
+from jev.api import compile_request
+from test_engine import load
+
+from openjev_fast_plugin.engine import FastEngine
+from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.forward import forward
+from openjev_fast_plugin.layout import Bucket, Layout, build_layout
+from openjev_fast_plugin.settings import Settings
+
+
+def sequences(seed: int = 0) -> list[np.ndarray]:
+    draw = np.random.default_rng(seed)
+    root, middle = draw.integers(0, 4000, 21), draw.integers(0, 4000, 9)
+    tails = [draw.integers(0, 4000, length) for length in (1, 5, 17, 4)]
+    return [np.concatenate([root, *([middle] if i % 2 else []), tail]) for i, tail in enumerate(tails)]
+
+
+def tables(layout: Layout) -> dict[str, torch.Tensor]:
+    """Every table of a layout by name."""
+    found = {}
+    for name, value in vars(layout).items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        else:
+            found |= {f"{name}.{key}": part for key, part in value._asdict().items() if torch.is_tensor(part)}
+    return found
+
+
+def test_packing_keeps_every_table():
+    layout = build_layout(build_forest(sequences()), Bucket(rows=8, nodes=8, reads=8))
+    packed = layout.pack()
+    assert packed.dtype == torch.int32
+    for name, table in tables(layout.unpack(packed)).items():
+        assert torch.equal(table, tables(layout)[name]), name
+        if table.data_ptr() != tables(layout)[name].data_ptr() and table.numel():
+            assert (table.data_ptr() - packed.data_ptr()) % 16 == 0, name
+
+
+def test_a_bucket_rounds_sizes_up_and_shares_shapes():
+    forest = build_forest(sequences())
+    layout = build_layout(forest, Bucket(rows=8, nodes=4, reads=4))
+    rows = len(forest.token)
+    assert rows % 8 and layout.rows == -(-rows // 8) * 8
+    assert len(layout.delta.node) % 4 == len(layout.read_row) % 4 == len(layout.candidate_read) % 4 == 0
+    assert layout.delta.node[:, 1].sum() == layout.rows
+    again = build_layout(build_forest(sequences(1)), Bucket(rows=8, nodes=4, reads=4))
+    assert again.shape_key() == layout.shape_key()
+    assert build_layout(forest).shape_key() != layout.shape_key()
+
+
+@pytest.mark.parametrize("rows", [2, 8, 64])
+def test_padding_changes_no_score(tiny_checkpoint, rows):
+    weights = FastEngine(load(tiny_checkpoint), Settings())._weights
+    forest = build_forest(sequences())
+    with torch.inference_mode():
+        expected = forward(weights, build_layout(forest))
+        found = forward(weights, build_layout(forest, Bucket(rows=rows, nodes=16, reads=8)))
+    assert len(found) % 8 == 0 and torch.isfinite(found).all()
+    torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_real_requests_keep_their_order_of_candidates(tiny_checkpoint):
+    engine = FastEngine(load(tiny_checkpoint), Settings())
+    records = compile_request(text(12, 1), {"a": question("choice", 5, 1), "b": question("noul", 1, 2)})
+    flat = [sequence for group in engine._encoder.encode(records) for sequence in group]
+    forest = build_forest(flat)
+    plain, padded = build_layout(forest), build_layout(forest, Bucket(rows=8, nodes=8, reads=8))
+    for layout in (plain, padded):
+        ends = layout.read_row[layout.candidate_read.long()][: len(flat)]
+        assert [int(layout.token[row]) for row in ends] == [int(sequence[-1]) for sequence in flat]
+        assert [int(layout.position[row]) for row in ends] == [len(sequence) - 1 for sequence in flat]
