@@ -1,20 +1,22 @@
 // Computes, per value head and along every path of a forest: S <- exp(g) S + k (beta (v - exp(g) S^T k))^T, o =
 //   scale S^T q, in chunks of 64 rows from a node's first row. Matches chunk_gated_delta_rule (fla-core 0.5.2,
 //   fla.ops.gated_delta_rule).
-// Shapes: q, k [N, H, 128], v, out [N, HV, 128], g, beta [N, HV], node [K, 4] (first row, rows, slot the state
-//   comes from or -1, slot it goes to or -1), all contiguous; value head h uses key head h / (HV / H). state
-//   [slots, HV, 128, 128] in the order of the registers, flag [slots, HV, 8] zeros; out, state and flag are written
+// Shapes: q, k [N, H, 128], v, out [N, HV, 128], g, beta [N, HV], node [K, 8] (first row, rows, slot the state
+//   comes from or -1, slot it goes to or -1, first tile, unused), chunk [D, 4] (first row, rows, first tile,
+//   unused), all contiguous; value head h uses key head h / (HV / H). work [tiles, HV] of DeltaWork, state
+//   [slots, HV, 128, 128] in the order of the registers, flag [slots, HV, 8]; out, work, state and flag are written
 //   and alias nothing. Rows of no node are neither read nor written.
-// Dtypes: q, k, v, out bfloat16; g, beta, state float32; node, flag int32; every sum float32.
+// Dtypes: q, k, v, out bfloat16; g, beta, state float32; node, chunk, flag int32; every sum float32.
 // Rounding points: T = (I + beta k k^T decay)^-1 to bfloat16; v beta, k beta, (k beta) exp(G), u = T (v beta), w = T
 //   (k beta exp(G)) to bfloat16; the state where it enters a product; v_new = u - w S and v_new exp(G_last - G) to
 //   bfloat16, each from float32; q k^T decay to bfloat16; o. T is solved in float32: 16x16 diagonal tiles by
-//   substitution, the rest by products of tf32 pairs (high high + high low + low high). G is a float32 prefix sum
+//   substitution, the rest by products of tf32 pairs, cut off (high high + high low + low high). G is a float32 prefix sum
 //   in log2 units, by pairs and then shuffles; exponentials are ex2.approx (2 ulp, denormals to zero).
-// Limits and launch: K = V = 128, K HV < 2^30; 16-byte aligned pointers. Two blocks of 128 threads for a node and
-//   value head, 64 value columns each; a warp owns 16 columns of the state in registers. Blocks wait, by flags, for
-//   their parent's state, and rely on blocks starting in order of their index, parents first. 71,168 bytes of
-//   shared memory, 112,128 with prefetched chunks; 64-bit addresses; no spills; sm_80; graph-safe.
+// Limits and launch: K = V = 128, (nodes + chunks) HV < 2^30; 16-byte aligned pointers. delta_chunk_kernel does what
+//   needs no state, a block of 128 threads for a chunk and value head, and clears the flags. Then delta_state_kernel:
+//   two blocks of 128 threads for a node and value head, 64 value columns each, 16 columns of the state in a warp's
+//   registers. They wait, by flags, for their parent's state, and rely on blocks starting in order of their index,
+//   parents first. 56,832 and 66,048 bytes of shared memory; 64-bit addresses; no spills; sm_80; graph-safe.
 // Source: Gated Delta Networks (arXiv 2412.06464), chunked as in arXiv 2406.06484, rounding as in the upstream
 //   function. Twin: delta_rule_ref, tests/gpu/test_delta_rule.py.
 #pragma once
@@ -28,12 +30,12 @@ constexpr int kDeltaDim = 128;
 constexpr int kDeltaChunk = 64;
 constexpr int kDeltaTile = 16;
 constexpr int kDeltaTiles = kDeltaChunk / kDeltaTile;
-// Depth steps of a product over the key dim, tiles in a lower triangle of tiles.
+// 16-column steps of a key or value dim; tiles in a lower triangle of tiles.
 constexpr int kDeltaSteps = kDeltaDim / kDeltaTile;
 constexpr int kDeltaTriangle = kDeltaTiles * (kDeltaTiles + 1) / 2;
 constexpr int kDeltaWarps = 4;
 constexpr int kDeltaThreads = kDeltaWarps * kWarp;
-// Value columns of a block; blocks of a value head.
+// Value columns of a block that holds a state; blocks of a value head.
 constexpr int kDeltaWidth = kDeltaWarps * kDeltaTile;
 constexpr int kDeltaSlices = kDeltaDim / kDeltaWidth;
 // Bytes of a row of 128 bfloat16, of a tile of such rows, and of a 16x16 tile stored for itself.
@@ -43,6 +45,17 @@ constexpr unsigned kSmallRow = kDeltaTile * sizeof(bf16);
 constexpr unsigned kSmallTile = kDeltaTile * kSmallRow;
 // Floats of a row of the matrix that is inverted: no two lanes of a fragment's rows share a bank.
 constexpr int kSolveStride = kDeltaChunk + 4;
+
+// What the first kernel leaves the second of 16 rows and a value head, in the order of mma operands: a lane's four
+// registers together. w as b operands of 16 key columns each, u transposed as a operands of 16 value columns each,
+// q k^T decay transposed as b operands of 16 rows each, exp(G) and exp(G_last - G).
+struct DeltaWork {
+  uint4 w[kDeltaSteps][kWarp];
+  uint4 u[kDeltaSteps][kWarp];
+  uint4 weights[kDeltaTiles][kWarp];
+  float since_start[kDeltaTile];
+  float to_end[kDeltaTile];
+};
 
 // Of one chunk: G in log2 units, exp(G), exp(G_last - G), beta.
 struct DeltaGates {
@@ -54,22 +67,32 @@ struct DeltaGates {
 
 // 16-byte pieces are swizzled: those of rows 128 wide by the row's number modulo 8, those of 16x16 tiles by its
 // third bit.
-template <int kStages>
-struct DeltaShared {
-  bf16 k[kStages][kDeltaChunk * kDeltaDim];
-  bf16 q[kStages][kDeltaChunk * kDeltaDim];
-  // A warp's 16 columns together, in tiles; later its v_new exp(G_last - G), in fragments.
-  bf16 v[kStages][kDeltaWarps][kDeltaChunk * kDeltaTile];
+struct DeltaChunkShared {
+  bf16 k[kDeltaChunk * kDeltaDim];
   union {
-    float solve[kDeltaChunk * kSolveStride];
-    bf16 w[kDeltaChunk * kDeltaDim];
+    bf16 q[kDeltaChunk * kDeltaDim];
+    // 16 columns together, in tiles.
+    bf16 v[kDeltaSteps][kDeltaChunk * kDeltaTile];
   };
-  // Lower triangles, in tiles.
+  float solve[kDeltaChunk * kSolveStride];
+  // A lower triangle, in tiles.
   bf16 inverse[kDeltaTriangle * kDeltaTile * kDeltaTile];
-  bf16 weights[kDeltaTriangle * kDeltaTile * kDeltaTile];
   // g and beta as they come, each lane of the first warp its two rows.
   float4 raw_gates[kWarp];
-  DeltaGates gates[2];
+  DeltaGates gates;
+};
+
+struct DeltaStateShared {
+  bf16 k[kDeltaChunk * kDeltaDim];
+  bf16 q[kDeltaChunk * kDeltaDim];
+  uint4 w[kDeltaTiles][kDeltaSteps][kWarp];
+  // Later v_new exp(G_last - G).
+  uint4 u[kDeltaTiles][kDeltaWarps][kWarp];
+  uint4 weights[kDeltaTiles][kDeltaTiles][kWarp];
+  struct {
+    float since_start[kDeltaTile];
+    float to_end[kDeltaTile];
+  } gates[kDeltaTiles];
 };
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -139,36 +162,44 @@ __device__ __forceinline__ float2 load_two(const float* values) {
   return *reinterpret_cast<const float2*>(values);
 }
 
-// d += a b for 16x16 tiles of float32 in shared memory, operands as pairs of tf32.
+// x as the sum of two tf32: the high part cut off, the low part exact in float32 and cut off by the product.
+__device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
+  high = __float_as_uint(x) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// d += a b for 16x16 tiles of float32 in shared memory.
 __device__ __forceinline__ void multiply_tiles(float (&d)[2][4], const float* a, const float* b,
                                                unsigned lane) {
   const unsigned group = lane / 4, member = lane % 4;
+  float cross[2][2][4] = {};
 #pragma unroll
   for (int depth = 0; depth < kDeltaTile; depth += 8) {
     unsigned a_high[4], a_low[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float x = a[(group + i % 2 * 8) * kSolveStride + depth + member + i / 2 * 4];
-      a_high[i] = to_tf32(x);
-      a_low[i] = to_tf32(x - __uint_as_float(a_high[i]));
+      split_tf32(a[(group + i % 2 * 8) * kSolveStride + depth + member + i / 2 * 4], a_high[i], a_low[i]);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       unsigned b_high[2], b_low[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float x = b[(depth + member + i * 4) * kSolveStride + half * 8 + group];
-        b_high[i] = to_tf32(x);
-        b_low[i] = to_tf32(x - __uint_as_float(b_high[i]));
+        split_tf32(b[(depth + member + i * 4) * kSolveStride + half * 8 + group], b_high[i], b_low[i]);
       }
-      mma_16x8x8_tf32(d[half], a_low, b_high[0], b_high[1]);
-      mma_16x8x8_tf32(d[half], a_high, b_low[0], b_low[1]);
+      mma_16x8x8_tf32(cross[half][0], a_low, b_high[0], b_high[1]);
+      mma_16x8x8_tf32(cross[half][1], a_high, b_low[0], b_low[1]);
       mma_16x8x8_tf32(d[half], a_high, b_high[0], b_high[1]);
     }
   }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[half][i] += cross[half][0][i] + cross[half][1][i];
+  }
 }
 
-// A tile's accumulators to float32 rows, or to a bfloat16 tile.
+// A tile's accumulators to float32 rows, or to a bfloat16 tile, or as a lane's registers of an operand.
 __device__ __forceinline__ void store_solve_tile(float* tile, const float (&d)[2][4], float sign,
                                                  unsigned lane) {
   const unsigned row = lane / 4, column = lane % 4 * 2;
@@ -196,32 +227,56 @@ __device__ __forceinline__ void store_small_tile(bf16* tile, const float (&d)[2]
   }
 }
 
-// One chunk's work of all warps before the state is needed. `tiles` 16-row tiles hold the chunk's rows.
-template <int kStages>
+__device__ __forceinline__ uint4 as_operand(const float (&d)[2][4]) {
+  return make_uint4(pack_pair(d[0][0], d[0][1]), pack_pair(d[1][0], d[1][1]), pack_pair(d[0][2], d[0][3]),
+                    pack_pair(d[1][2], d[1][3]));
+}
+
+// Copies 128 columns of `rows` rows to wide tiles, zeros up to the end of the last tile.
+__device__ __forceinline__ void copy_wide(bf16* target, const void* source, int64_t first, int rows,
+                                          int heads, int head) {
+  constexpr int kPieces = kDeltaDim / kVector;
+  const int piece = threadIdx.x % kPieces, padded = (rows + kDeltaTile - 1) / kDeltaTile * kDeltaTile;
+  const bf16* from = static_cast<const bf16*>(source) + (first * heads + head) * kDeltaDim + piece * kVector;
+  const unsigned to = shared_address(target);
+  for (int row = threadIdx.x / kPieces; row < padded; row += kDeltaThreads / kPieces) {
+    const bool real = row < rows;
+    copy_async(to + wide_offset(row, piece), from + (real ? row : 0) * int64_t{heads} * kDeltaDim, real);
+  }
+}
+
+// A chunk's work that needs no state. `tiles` 16-row tiles hold its rows.
 struct DeltaChunk {
-  DeltaShared<kStages>& shared;
+  DeltaChunkShared& shared;
   const DeltaGates& gates;
-  unsigned k, q, v;
+  // Of the chunk's first tile and this value head.
+  DeltaWork* first_work;
+  int value_heads;
+  unsigned k, q;
   TileOffsets offsets;
   unsigned lane, warp;
   int tiles;
 
-  __device__ __forceinline__ DeltaChunk(DeltaShared<kStages>& shared, int stage, int parity, int tiles)
+  __device__ __forceinline__ DeltaChunk(DeltaChunkShared& shared, DeltaWork* first_work, int value_heads,
+                                        int tiles)
       : shared(shared),
-        gates(shared.gates[parity]),
-        k(shared_address(shared.k[stage])),
-        q(shared_address(shared.q[stage])),
-        v(shared_address(shared.v[stage][threadIdx.x / kWarp])),
+        gates(shared.gates),
+        first_work(first_work),
+        value_heads(value_heads),
+        k(shared_address(shared.k)),
+        q(shared_address(shared.q)),
         offsets(threadIdx.x % kWarp),
         lane(threadIdx.x % kWarp),
         warp(threadIdx.x / kWarp),
         tiles(tiles) {}
 
+  __device__ __forceinline__ DeltaWork* work(int tile) const { return first_work + tile * value_heads; }
+
   __device__ __forceinline__ float* solve_tile(int row_tile, int column_tile) const {
     return shared.solve + (row_tile * kSolveStride + column_tile) * kDeltaTile;
   }
 
-  // k k^T and q k^T of one tile, with decay: the first to `solve`, the second to `weights`.
+  // k k^T and q k^T of one tile, with decay: the first to be inverted, the second for the second kernel.
   __device__ __forceinline__ void score(int row_tile, int column_tile) const {
     float kk[2][4] = {}, qk[2][4] = {};
     const unsigned k_rows = k + row_tile * kWideTile + offsets.wide_rows;
@@ -251,8 +306,7 @@ struct DeltaChunk {
       }
     }
     store_solve_tile(solve_tile(row_tile, column_tile), kk, 1.0f, lane);
-    store_small_tile(shared.weights + triangle(row_tile, column_tile) * (kDeltaTile * kDeltaTile), qk, 1.0f,
-                     lane);
+    work(row_tile)->weights[column_tile][lane] = as_operand(qk);
   }
 
   // The inverse of I + a diagonal tile: a lane solves for one column, and lane + 16 repeats it.
@@ -338,10 +392,9 @@ struct DeltaChunk {
     }
   }
 
-  // w = T (k beta exp(G)); a warp computes 32 columns, 16 after 16 for want of registers.
+  // w = T (k beta exp(G)); a warp computes 32 columns, 16 after 16.
   __device__ __forceinline__ void project_keys() const {
     const unsigned inverse = shared_address(shared.inverse) + offsets.small_rows;
-    char* target = reinterpret_cast<char*>(shared.w) + lane % 4 * 4;
 #pragma unroll 1
     for (unsigned step = 2 * warp; step < 2 * warp + 2; ++step) {
       unsigned b[kDeltaTiles][4];
@@ -368,87 +421,57 @@ struct DeltaChunk {
           mma_16x8x16(w[0], a[0], a[1], a[2], a[3], b[tile][0], b[tile][1]);
           mma_16x8x16(w[1], a[0], a[1], a[2], a[3], b[tile][2], b[tile][3]);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const unsigned row = row_tile * kDeltaTile + lane / 4 + i % 2 * 8, piece = 2 * step + i / 2;
-          *reinterpret_cast<unsigned*>(target + wide_offset(row, piece)) =
-              pack_pair(w[i / 2][i % 2 * 2], w[i / 2][i % 2 * 2 + 1]);
-        }
+        work(row_tile)->w[step][lane] = as_operand(w);
       }
     }
   }
 
-  // u = T (v beta), transposed, of the warp's 16 columns, as a operands 16 rows deep.
-  __device__ __forceinline__ void project_values(unsigned (&u)[kDeltaTiles][4]) const {
+  // u = T (v beta), transposed; a warp computes 32 columns, 16 after 16.
+  __device__ __forceinline__ void project_values() const {
     const unsigned inverse = shared_address(shared.inverse) + offsets.small_columns;
-    unsigned a[kDeltaTiles][4];
+#pragma unroll 1
+    for (unsigned step = 2 * warp; step < 2 * warp + 2; ++step) {
+      const unsigned v = shared_address(shared.v[step]) + offsets.small_columns;
+      unsigned a[kDeltaTiles][4];
 #pragma unroll
-    for (int row_tile = 0; row_tile < kDeltaTiles; ++row_tile) {
-      if (row_tile >= tiles) break;
-      load_matrices_transposed(a[row_tile], v + row_tile * kSmallTile + offsets.small_columns);
+      for (int row_tile = 0; row_tile < kDeltaTiles; ++row_tile) {
+        if (row_tile >= tiles) break;
+        load_matrices_transposed(a[row_tile], v + row_tile * kSmallTile);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 beta = load_two(gates.beta + row_tile * kDeltaTile + 8 * half + lane % 4 * 2);
-        a[row_tile][2 * half] = scale_pair(a[row_tile][2 * half], beta);
-        a[row_tile][2 * half + 1] = scale_pair(a[row_tile][2 * half + 1], beta);
+        for (int half = 0; half < 2; ++half) {
+          const float2 beta = load_two(gates.beta + row_tile * kDeltaTile + 8 * half + lane % 4 * 2);
+          a[row_tile][2 * half] = scale_pair(a[row_tile][2 * half], beta);
+          a[row_tile][2 * half + 1] = scale_pair(a[row_tile][2 * half + 1], beta);
+        }
+        float u[2][4] = {};
+#pragma unroll
+        for (int tile = 0; tile <= row_tile; ++tile) {
+          unsigned b[4];
+          load_matrices(b, inverse + triangle(row_tile, tile) * kSmallTile);
+          mma_16x8x16(u[0], a[tile][0], a[tile][1], a[tile][2], a[tile][3], b[0], b[1]);
+          mma_16x8x16(u[1], a[tile][0], a[tile][1], a[tile][2], a[tile][3], b[2], b[3]);
+        }
+        work(row_tile)->u[step][lane] = make_uint4(pack_pair(u[0][0], u[0][1]), pack_pair(u[0][2], u[0][3]),
+                                                   pack_pair(u[1][0], u[1][1]), pack_pair(u[1][2], u[1][3]));
       }
-      float sum[2][4] = {};
-#pragma unroll
-      for (int tile = 0; tile <= row_tile; ++tile) {
-        unsigned b[4];
-        load_matrices(b, inverse + triangle(row_tile, tile) * kSmallTile);
-        mma_16x8x16(sum[0], a[tile][0], a[tile][1], a[tile][2], a[tile][3], b[0], b[1]);
-        mma_16x8x16(sum[1], a[tile][0], a[tile][1], a[tile][2], a[tile][3], b[2], b[3]);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        u[row_tile][i] = pack_pair(sum[i / 2][i % 2 * 2], sum[i / 2][i % 2 * 2 + 1]);
     }
   }
 };
 
-// Copies a chunk's rows and gates to shared memory, zeros up to the end of its last tile.
-template <int kStages>
-__device__ __forceinline__ void copy_chunk(const DeltaRule& p, DeltaShared<kStages>& shared, int stage,
-                                           int64_t first, int rows, int value_head, int slice) {
-  const int key_head = value_head / (p.value_heads / p.key_heads);
-  const int padded = (rows + kDeltaTile - 1) / kDeltaTile * kDeltaTile;
-  const bf16* k = static_cast<const bf16*>(p.k) + (first * p.key_heads + key_head) * kDeltaDim;
-  const bf16* q = static_cast<const bf16*>(p.q) + (first * p.key_heads + key_head) * kDeltaDim;
-  const bf16* v =
-      static_cast<const bf16*>(p.v) + (first * p.value_heads + value_head) * kDeltaDim + slice * kDeltaWidth;
-  const unsigned to_k = shared_address(shared.k[stage]), to_q = shared_address(shared.q[stage]);
-  const unsigned to_v = shared_address(shared.v[stage]);
-
-  constexpr int kPieces = kDeltaDim / kVector, kValuePieces = kDeltaWidth / kVector;
-  const int piece = threadIdx.x % kPieces;
-  for (int row = threadIdx.x / kPieces; row < padded; row += kDeltaThreads / kPieces) {
-    const bool real = row < rows;
-    const int64_t source = (real ? row : 0) * int64_t{p.key_heads} * kDeltaDim + piece * kVector;
-    copy_async(to_k + wide_offset(row, piece), k + source, real);
-    copy_async(to_q + wide_offset(row, piece), q + source, real);
-  }
-  const int value_piece = threadIdx.x % kValuePieces;
-  for (int row = threadIdx.x / kValuePieces; row < padded; row += kDeltaThreads / kValuePieces) {
-    const bool real = row < rows;
-    const int64_t source = (real ? row : 0) * int64_t{p.value_heads} * kDeltaDim + value_piece * kVector;
-    const unsigned tile = value_piece / 2 * kDeltaTiles + row / kDeltaTile;
-    copy_async(to_v + tile * kSmallTile + small_offset(row % kDeltaTile, value_piece % 2), v + source, real);
-  }
-  if (threadIdx.x < kWarp) {
-    const unsigned to_gates = shared_address(shared.raw_gates + threadIdx.x);
+// Copies g and beta of a chunk's rows, zeros past its end; the first warp calls it.
+__device__ __forceinline__ void copy_gates(const DeltaRule& p, float4* raw, int64_t first, int rows,
+                                           int head) {
+  const unsigned lane = threadIdx.x % kWarp, to = shared_address(raw + lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 2 * threadIdx.x + i;
-      const int64_t source = (first + (row < rows ? row : 0)) * p.value_heads + value_head;
-      copy_async_word(to_gates + 4 * i, p.g + source, row < rows);
-      copy_async_word(to_gates + 8 + 4 * i, p.beta + source, row < rows);
-    }
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const int64_t source = (first + (row < rows ? row : 0)) * p.value_heads + head;
+    copy_async_word(to + 4 * i, p.g + source, row < rows);
+    copy_async_word(to + 8 + 4 * i, p.beta + source, row < rows);
   }
-  copy_async_commit();
 }
 
-// A chunk's gates from what copy_chunk brought for this thread; the first warp calls it.
+// A chunk's gates from what copy_gates brought for this thread; the first warp calls it.
 __device__ __forceinline__ void store_gates(const float4& raw, DeltaGates& gates) {
   constexpr float kLog2E = 1.4426950408889634f;
   const unsigned lane = threadIdx.x % kWarp;
@@ -471,180 +494,302 @@ __device__ __forceinline__ void store_gates(const float4& raw, DeltaGates& gates
   put(gates.beta, raw.z, raw.w);
 }
 
-// A block computes kDeltaWidth value columns of one node and value head: index = (node HV + head) slices + slice.
-// Three blocks fit a multiprocessor's registers, two its shared memory where chunks are prefetched.
-template <int kStages>
-__global__ void __launch_bounds__(kDeltaThreads, kStages == 1 ? 3 : 2) delta_rule_kernel(DeltaRule p) {
+// A block computes what one chunk and value head leave for the second kernel: index = chunk HV + head.
+__global__ void __launch_bounds__(kDeltaThreads, 4) delta_chunk_kernel(DeltaRule p) {
   extern __shared__ __align__(128) unsigned char delta_shared[];
-  auto& shared = *reinterpret_cast<DeltaShared<kStages>*>(delta_shared);
+  auto& shared = *reinterpret_cast<DeltaChunkShared*>(delta_shared);
+  const int value_head = blockIdx.x % p.value_heads, key_head = value_head / (p.value_heads / p.key_heads);
+  const int4 entry = reinterpret_cast<const int4*>(p.chunk)[blockIdx.x / p.value_heads];
+  const int first = entry.x, rows = entry.y, first_tile = entry.z;
+  for (int64_t i = int64_t{blockIdx.x} * kDeltaThreads + threadIdx.x; i < p.flags;
+       i += int64_t{gridDim.x} * kDeltaThreads) {
+    p.flag[i] = 0;
+  }
+  if (rows <= 0) return;
+  const int tiles = (rows + kDeltaTile - 1) / kDeltaTile;
   const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int slice = blockIdx.x % kDeltaSlices, value_head = blockIdx.x / kDeltaSlices % p.value_heads;
-  const int4 node = reinterpret_cast<const int4*>(p.node)[blockIdx.x / kDeltaSlices / p.value_heads];
-  const int length = node.y, source = node.z, target = node.w;
-  if (length <= 0) return;
-  // The warp's part of a slot: 16 float4 a lane, and one flag.
-  const auto part = [&](int slot) {
-    return ((int64_t{slot} * p.value_heads + value_head) * kDeltaSlices + slice) * kDeltaWarps + warp;
-  };
 
-  copy_chunk(p, shared, 0, node.x, min(length, kDeltaChunk), value_head, slice);
+  copy_wide(shared.k, p.k, first, rows, p.key_heads, key_head);
+  copy_wide(shared.q, p.q, first, rows, p.key_heads, key_head);
+  if (warp == 0) copy_gates(p, shared.raw_gates, first, rows, value_head);
+  copy_async_commit();
+  DeltaWork* work = static_cast<DeltaWork*>(p.work) + int64_t{first_tile} * p.value_heads + value_head;
+  copy_async_wait<0>();
+  if (warp == 0) store_gates(shared.raw_gates[lane], shared.gates);
+  __syncthreads();
 
+  const DeltaChunk chunk(shared, work, p.value_heads, tiles);
+  chunk.scores_and_diagonal();
+  __syncthreads();
+  // v in q's place.
+  const bf16* v = static_cast<const bf16*>(p.v) + (int64_t{first} * p.value_heads + value_head) * kDeltaDim;
+  constexpr int kPieces = kDeltaDim / kVector;
+  const int piece = threadIdx.x % kPieces;
+  for (int row = threadIdx.x / kPieces; row < tiles * kDeltaTile; row += kDeltaThreads / kPieces) {
+    const bool real = row < rows;
+    const unsigned tile = piece / 2 * kDeltaTiles + row / kDeltaTile;
+    copy_async(shared_address(shared.v) + tile * kSmallTile + small_offset(row % kDeltaTile, piece % 2),
+               v + (real ? row : 0) * int64_t{p.value_heads} * kDeltaDim + piece * kVector, real);
+  }
+  copy_async_commit();
+  if (threadIdx.x < tiles * kDeltaTile) {
+    const int row = threadIdx.x % kDeltaTile;
+    DeltaWork* of_tile = chunk.work(threadIdx.x / kDeltaTile);
+    of_tile->since_start[row] = shared.gates.since_start[threadIdx.x];
+    of_tile->to_end[row] = shared.gates.to_end[threadIdx.x];
+  }
+  chunk.merge();
+  __syncthreads();
+  chunk.project_keys();
+  copy_async_wait<0>();
+  __syncthreads();
+  chunk.project_values();
+}
+
+// Of one node, value head and slice of the value columns.
+struct DeltaState {
+  const DeltaRule& p;
+  DeltaStateShared& shared;
+  TileOffsets offsets;
+  unsigned lane, warp;
+  int value_head, slice;
   // state[2 s + h]: key columns 16 s + 8 h + 2 (lane % 4) and the next, of value rows lane / 4 and lane / 4 + 8.
   float state[2 * kDeltaSteps][4];
+
+  __device__ __forceinline__ DeltaState(const DeltaRule& p, DeltaStateShared& shared, int value_head,
+                                        int slice)
+      : p(p),
+        shared(shared),
+        offsets(threadIdx.x % kWarp),
+        lane(threadIdx.x % kWarp),
+        warp(threadIdx.x / kWarp),
+        value_head(value_head),
+        slice(slice) {}
+
+  // The warp's part of a slot: 16 float4 a lane, and one flag.
+  __device__ __forceinline__ int64_t part(int slot) const {
+    return ((int64_t{slot} * p.value_heads + value_head) * kDeltaSlices + slice) * kDeltaWarps + warp;
+  }
+
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-  for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) state[i][j] = 0.0f;
+      for (int j = 0; j < 4; ++j) state[i][j] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void await(int slot) {
+    if (lane == 0) {
+      while (load_acquire(p.flag + part(slot)) == 0) __nanosleep(32);
+    }
+    __syncwarp();
+    const float4* from = reinterpret_cast<const float4*>(p.state) + part(slot) * 2 * kDeltaSteps * kWarp;
+#pragma unroll
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+      const float4 x = __ldcg(from + i * kWarp + lane);
+      state[i][0] = x.x;
+      state[i][1] = x.y;
+      state[i][2] = x.z;
+      state[i][3] = x.w;
+    }
+  }
+
+  __device__ __forceinline__ void leave(int slot) const {
+    float4* to = reinterpret_cast<float4*>(p.state) + part(slot) * 2 * kDeltaSteps * kWarp;
+#pragma unroll
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+      to[i * kWarp + lane] = make_float4(state[i][0], state[i][1], state[i][2], state[i][3]);
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) store_release(p.flag + part(slot), 1);
+  }
+
+  // Copies what the first kernel left of a chunk.
+  __device__ __forceinline__ void copy_work(int first_tile, int tiles) const {
+    for (int tile = 0; tile < tiles; ++tile) {
+      const DeltaWork& work =
+          static_cast<const DeltaWork*>(p.work)[int64_t{first_tile + tile} * p.value_heads + value_head];
+#pragma unroll
+      for (int i = 0; i < kDeltaSteps; i += kDeltaWarps) {
+        copy_async(shared_address(&shared.w[tile][i + warp][lane]), &work.w[i + warp][lane], true);
+      }
+      copy_async(shared_address(&shared.u[tile][warp][lane]), &work.u[slice * kDeltaWarps + warp][lane],
+                 true);
+      if (warp <= tile)
+        copy_async(shared_address(&shared.weights[tile][warp][lane]), &work.weights[warp][lane], true);
+      constexpr int kPieces = sizeof(shared.gates[0]) / 16;
+      if (threadIdx.x < kPieces) {
+        copy_async(shared_address(&shared.gates[tile]) + threadIdx.x * 16, work.since_start + threadIdx.x * 4,
+                   true);
+      }
+    }
+  }
+
+  // v_new and o of kCount tiles from `tile` on, transposed: value columns by chunk rows. v_new as a operands; scaled
+  // by exp(G_last - G) it takes the place of u. `out` is of the tile's first row, value head and the lane's columns.
+  template <int kCount>
+  __device__ __forceinline__ void read(int tile, bool zero_state, unsigned (&v_new)[kDeltaTiles][4], int rows,
+                                       bf16* out_rows) const {
+    float ws[kCount][2][4] = {}, out[kCount][2][4] = {};
+    if (!zero_state) {
+      const unsigned q = shared_address(shared.q) + tile * kWideTile + offsets.wide_columns;
+#pragma unroll
+      for (int step = 0; step < kDeltaSteps; ++step) {
+        unsigned a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&pair)[4] = state[2 * step + i / 2];
+          a[i] = pack_pair_here(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const uint4 b = shared.w[tile + i][step][lane];
+          unsigned c[4];
+          load_matrices(c, at_step(q + i * kWideTile, step));
+          mma_16x8x16(ws[i][0], a[0], a[1], a[2], a[3], b.x, b.y);
+          mma_16x8x16(ws[i][1], a[0], a[1], a[2], a[3], b.z, b.w);
+          mma_16x8x16(out[i][0], a[0], a[1], a[2], a[3], c[0], c[1]);
+          mma_16x8x16(out[i][1], a[0], a[1], a[2], a[3], c[2], c[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint4 u_tile = shared.u[tile + i][warp][lane];
+      const unsigned u[4] = {u_tile.x, u_tile.y, u_tile.z, u_tile.w};
+      unsigned scaled[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 8 * half + lane % 4 * 2;
+        const float2 since_start = load_two(shared.gates[tile + i].since_start + row);
+        const float2 to_end = load_two(shared.gates[tile + i].to_end + row);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const unsigned pair = u[2 * half + j];
+          const float x = low_half(pair) - ws[i][half][2 * j], y = high_half(pair) - ws[i][half][2 * j + 1];
+          v_new[tile + i][2 * half + j] = pack_pair(x, y);
+          scaled[2 * half + j] = pack_pair(x * to_end.x, y * to_end.y);
+          out[i][half][2 * j] *= since_start.x;
+          out[i][half][2 * j + 1] *= since_start.y;
+        }
+      }
+      shared.u[tile + i][warp][lane] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int at = 0; at <= tile + i; ++at) {
+        const unsigned (&a)[4] = v_new[at];
+        const uint4 b = shared.weights[tile + i][at][lane];
+        mma_16x8x16(out[i][0], a[0], a[1], a[2], a[3], b.x, b.y);
+        mma_16x8x16(out[i][1], a[0], a[1], a[2], a[3], b.z, b.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = (tile + i) * kDeltaTile + 8 * half + lane / 4;
+        bf16* to = out_rows + int64_t{row} * p.value_heads * kDeltaDim;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const unsigned pair =
+              transpose_matrix(pack_pair(out[i][half][2 * j] * p.scale, out[i][half][2 * j + 1] * p.scale));
+          if (row < rows) *reinterpret_cast<unsigned*>(to + 8 * j) = pair;
+        }
+      }
+    }
+  }
+
+  // S <- exp(G_last) S + k^T (v_new exp(G_last - G)), `scaled` being the latter.
+  __device__ __forceinline__ void write(const uint4 (&scaled)[kDeltaTiles], float decay, int tiles) {
+#pragma unroll
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) state[i][j] *= decay;
+    }
+    const unsigned k = shared_address(shared.k) + offsets.wide_rows;
+#pragma unroll
+    for (int tile = 0; tile < kDeltaTiles; ++tile) {
+      if (tile >= tiles) break;
+      const uint4 a = scaled[tile];
+#pragma unroll
+      for (int step = 0; step < kDeltaSteps; ++step) {
+        unsigned b[4];
+        load_matrices_transposed(b, at_step(k + tile * kWideTile, step));
+        mma_16x8x16(state[2 * step], a.x, a.y, a.z, a.w, b[0], b[1]);
+        mma_16x8x16(state[2 * step + 1], a.x, a.y, a.z, a.w, b[2], b[3]);
+      }
+    }
+  }
+};
+
+// A block computes kDeltaWidth value columns of one node and value head: index = (node HV + head) slices + slice.
+__global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule p) {
+  extern __shared__ __align__(128) unsigned char delta_shared[];
+  auto& shared = *reinterpret_cast<DeltaStateShared*>(delta_shared);
+  const int slice = blockIdx.x % kDeltaSlices, value_head = blockIdx.x / kDeltaSlices % p.value_heads;
+  const int key_head = value_head / (p.value_heads / p.key_heads);
+  const int4* entry = reinterpret_cast<const int4*>(p.node) + blockIdx.x / kDeltaSlices / p.value_heads * 2;
+  const int4 node = entry[0];
+  const int first_tile = entry[1].x, length = node.y, source = node.z, target = node.w;
+  if (length <= 0) return;
+
+  DeltaState state(p, shared, value_head, slice);
+  const auto copy = [&](int start) {
+    const int rows = min(length - start, kDeltaChunk);
+    state.copy_work(first_tile + start / kDeltaTile, (rows + kDeltaTile - 1) / kDeltaTile);
+    copy_wide(shared.q, p.q, int64_t{node.x} + start, rows, p.key_heads, key_head);
+    copy_async_commit();
+  };
+  const auto copy_keys = [&](int start) {
+    const int rows = min(length - start, kDeltaChunk);
+    copy_wide(shared.k, p.k, int64_t{node.x} + start, rows, p.key_heads, key_head);
+    copy_async_commit();
+  };
+  copy(0);
+  copy_keys(0);
+  if (source >= 0) {
+    state.await(source);
+  } else {
+    state.clear();
   }
 
   for (int start = 0; start < length; start += kDeltaChunk) {
     const int rows = min(length - start, kDeltaChunk), tiles = (rows + kDeltaTile - 1) / kDeltaTile;
-    const int parity = start / kDeltaChunk % 2, stage = kStages == 2 ? parity : 0;
-    const int next = start + kDeltaChunk, next_rows = min(length - next, kDeltaChunk);
-    copy_async_wait<0>();
-    if (warp == 0) store_gates(shared.raw_gates[lane], shared.gates[parity]);
-    __syncthreads();
-    if (kStages == 2 && next_rows > 0) {
-      copy_chunk(p, shared, 1 - stage, int64_t{node.x} + next, next_rows, value_head, slice);
-    }
-
-    // Work that needs no state.
-    const DeltaChunk<kStages> chunk(shared, stage, parity, tiles);
-    const DeltaGates& gates = chunk.gates;
-    chunk.scores_and_diagonal();
-    __syncthreads();
-    chunk.merge();
-    __syncthreads();
-    chunk.project_keys();
-    // u, then v_new in its place.
-    unsigned v_new[kDeltaTiles][4];
-    chunk.project_values(v_new);
-    __syncthreads();
-
-    // The parent's state.
-    if (start == 0 && source >= 0) {
-      const int32_t* flag = p.flag + part(source);
-      if (lane == 0) {
-        while (load_acquire(flag) == 0) __nanosleep(32);
-      }
-      __syncwarp();
-      const float4* from = reinterpret_cast<const float4*>(p.state) + part(source) * 2 * kDeltaSteps * kWarp;
-#pragma unroll
-      for (int i = 0; i < 2 * kDeltaSteps; ++i) {
-        const float4 x = __ldcg(from + i * kWarp + lane);
-        state[i][0] = x.x;
-        state[i][1] = x.y;
-        state[i][2] = x.z;
-        state[i][3] = x.w;
-      }
-    }
     const bool zero_state = start == 0 && source < 0;
+    copy_async_wait<1>();
+    __syncthreads();
 
-    // v_new and o, transposed: value columns by chunk rows, a tile of rows after the other.
-    const unsigned w = shared_address(shared.w) + chunk.offsets.wide_columns;
-    const unsigned q = chunk.q + chunk.offsets.wide_columns;
-    const unsigned weights = shared_address(shared.weights) + chunk.offsets.small_columns;
-    uint4* scaled = reinterpret_cast<uint4*>(shared.v[stage][warp]) + lane;
-    __syncwarp();
+    unsigned v_new[kDeltaTiles][4];
+    const int64_t row = int64_t{node.x} + start;
+    bf16* out = static_cast<bf16*>(p.out) + (row * p.value_heads + value_head) * kDeltaDim +
+                slice * kDeltaWidth + state.warp * kDeltaTile + state.lane % 4 * 2;
 #pragma unroll
-    for (int tile = 0; tile < kDeltaTiles; ++tile) {
-      if (tile >= tiles) break;
-      float ws[2][4] = {}, out[2][4] = {};
-      if (!zero_state) {
-#pragma unroll
-        for (int step = 0; step < kDeltaSteps; ++step) {
-          unsigned b[4], c[4];
-          unsigned a[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float (&pair)[4] = state[2 * step + i / 2];
-            a[i] = pack_pair_here(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-          }
-          load_matrices(b, at_step(w + tile * kWideTile, step));
-          load_matrices(c, at_step(q + tile * kWideTile, step));
-          mma_16x8x16(ws[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-          mma_16x8x16(ws[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-          mma_16x8x16(out[0], a[0], a[1], a[2], a[3], c[0], c[1]);
-          mma_16x8x16(out[1], a[0], a[1], a[2], a[3], c[2], c[3]);
-        }
-      }
-      uint4 scaled_tile;
-      unsigned* scaled_pair = &scaled_tile.x;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * kDeltaTile + 8 * half + lane % 4 * 2;
-        const float2 since_start = load_two(gates.since_start + row), to_end = load_two(gates.to_end + row);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          unsigned& pair = v_new[tile][2 * half + i];
-          const float x = low_half(pair) - ws[half][2 * i], y = high_half(pair) - ws[half][2 * i + 1];
-          pair = pack_pair(x, y);
-          scaled_pair[2 * half + i] = pack_pair(x * to_end.x, y * to_end.y);
-          out[half][2 * i] *= since_start.x;
-          out[half][2 * i + 1] *= since_start.y;
-        }
-      }
-      scaled[tile * kWarp] = scaled_tile;
-#pragma unroll
-      for (int at = 0; at <= tile; ++at) {
-        unsigned b[4];
-        const unsigned (&a)[4] = v_new[at];
-        load_matrices(b, weights + triangle(tile, at) * kSmallTile);
-        mma_16x8x16(out[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma_16x8x16(out[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * kDeltaTile + 8 * half + lane / 4;
-        const int64_t at = (int64_t{node.x} + start + row) * p.value_heads + value_head;
-        bf16* to = static_cast<bf16*>(p.out) + at * kDeltaDim + slice * kDeltaWidth + warp * kDeltaTile +
-                   lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned pair =
-              transpose_matrix(pack_pair(out[half][2 * i] * p.scale, out[half][2 * i + 1] * p.scale));
-          if (row < rows) *reinterpret_cast<unsigned*>(to + 8 * i) = pair;
-        }
+    for (int tile = 0; tile < kDeltaTiles; tile += 2) {
+      if (tile + 1 < tiles) {
+        state.read<2>(tile, zero_state, v_new, rows, out);
+      } else if (tile < tiles) {
+        state.read<1>(tile, zero_state, v_new, rows, out);
       }
     }
 
-    // The state after the chunk, where somebody reads it.
-    if (next_rows > 0 || target >= 0) {
-      const float decay = gates.since_start[kDeltaChunk - 1];
+    // The state after the chunk, where somebody reads it; what the next chunk needs comes meanwhile.
+    const bool more = start + kDeltaChunk < length;
+    if (!more && target < 0) return;
+    const float decay = shared.gates[tiles - 1].since_start[kDeltaTile - 1];
+    uint4 scaled[kDeltaTiles];
 #pragma unroll
-      for (int i = 0; i < 2 * kDeltaSteps; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) state[i][j] *= decay;
-      }
-      const unsigned k = chunk.k + chunk.offsets.wide_rows;
-#pragma unroll
-      for (int tile = 0; tile < kDeltaTiles; ++tile) {
-        if (tile >= tiles) break;
-        const uint4 a = scaled[tile * kWarp];
-#pragma unroll
-        for (int step = 0; step < kDeltaSteps; ++step) {
-          unsigned b[4];
-          load_matrices_transposed(b, at_step(k + tile * kWideTile, step));
-          mma_16x8x16(state[2 * step], a.x, a.y, a.z, a.w, b[0], b[1]);
-          mma_16x8x16(state[2 * step + 1], a.x, a.y, a.z, a.w, b[2], b[3]);
-        }
-      }
-    }
-    if (kStages == 1 && next_rows > 0) {
+    for (int tile = 0; tile < kDeltaTiles; ++tile) scaled[tile] = shared.u[tile][state.warp][state.lane];
+    copy_async_wait<0>();
+    __syncthreads();
+    if (more) copy(start + kDeltaChunk);
+    state.write(scaled, decay, tiles);
+    if (more) {
       __syncthreads();
-      copy_chunk(p, shared, 0, int64_t{node.x} + next, next_rows, value_head, slice);
+      copy_keys(start + kDeltaChunk);
     }
   }
-
-  if (target < 0) return;
-  float4* to = reinterpret_cast<float4*>(p.state) + part(target) * 2 * kDeltaSteps * kWarp;
-#pragma unroll
-  for (int i = 0; i < 2 * kDeltaSteps; ++i) {
-    to[i * kWarp + lane] = make_float4(state[i][0], state[i][1], state[i][2], state[i][3]);
-  }
-  __threadfence();
-  __syncwarp();
-  if (lane == 0) store_release(p.flag + part(target), 1);
+  state.leave(target);
 }
 
 }  // namespace openjev_fast

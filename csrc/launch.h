@@ -59,8 +59,8 @@ struct DeltaPrepare {
 
 cudaError_t launch_delta_prepare(const DeltaPrepare& arguments, cudaStream_t stream);
 
-// Tensors and tables as delta_rule's docstring has them, contiguous, on the device. state holds node_slots
-// slots and flag as many ints as delta_rule_flags() says; both are scratch.
+// Tensors and tables as delta_rule's docstring has them, contiguous, on the device. work holds delta_rule_work()
+// bytes, state node_slots slots, flag delta_rule_flags() ints; all three are scratch.
 struct DeltaRule {
   const void* q;
   const void* k;
@@ -68,17 +68,21 @@ struct DeltaRule {
   const float* g;
   const float* beta;
   const int32_t* node;
+  const int32_t* chunk;
   void* out;
+  void* work;
   float* state;
   int32_t* flag;
+  int64_t flags;
   float scale;
   int nodes;
-  int node_slots;
+  int chunks;
   int key_heads;
   int value_heads;
 };
 
-int64_t delta_rule_flags(int64_t node_slots, int64_t value_heads);
+int64_t delta_rule_work(int64_t tiles, int64_t value_heads);
+int64_t delta_rule_flags(int64_t slots, int64_t value_heads);
 
 cudaError_t launch_delta_rule(const DeltaRule& arguments, cudaStream_t stream);
 

@@ -48,20 +48,14 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned x) {
 }
 
 // d += a b on a 16x8 tile of float32, 8 deep in tf32. With g = lane / 4 and c = lane % 4: a holds rows g, g + 8,
-// g, g + 8 at depths c, c, c + 4, c + 4; b holds depths c, c + 4 of column g; d as in mma_16x8x16.
+// g, g + 8 at depths c, c, c + 4, c + 4; b holds depths c, c + 4 of column g; d as in mma_16x8x16. Of float32 bits
+// the low 13 are not read.
 __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                                 unsigned b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// x rounded to tf32, as a fragment holds it.
-__device__ __forceinline__ unsigned to_tf32(float x) {
-  unsigned rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(x));
-  return rounded;
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {

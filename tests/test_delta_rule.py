@@ -139,11 +139,19 @@ def test_plan_runs_chunks_after_what_they_read():
     assert sorted(covered.tolist()) == list(range(tree.rows))
 
 
-def test_plan_hands_states_from_node_to_node():
+def test_plan_of_the_kernel_hands_states_from_node_to_node():
     tree = TREES["two_roots"]
     plan = plan_delta_rule(*tree.nodes, 64, CPU)
-    assert plan.node.tolist() == [[0, 5, -1, 0], [5, 70, -1, 1], [75, 3, 1, -1], [78, 2, 0, -1]]
-    assert plan.node_slots == 2
+    expected = [[0, 5, -1, 0, 0], [5, 70, -1, 1, 1], [75, 3, 1, -1, 6], [78, 2, 0, -1, 7]]
+    assert plan.node.tolist() == [[*entry, 0, 0, 0] for entry in expected]
+    assert plan.node_chunk.tolist() == [
+        [0, 5, 0, 0],
+        [5, 64, 1, 0],
+        [69, 6, 5, 0],
+        [75, 3, 6, 0],
+        [78, 2, 7, 0],
+    ]
+    assert (plan.node_tiles, plan.node_slots) == (8, 2)
 
 
 def test_nodes_without_rows_are_padding():
@@ -154,4 +162,6 @@ def test_nodes_without_rows_are_padding():
     )
     expected, plan = packed(given, tree, 16), plan_delta_rule(*padded, 16, CPU)
     assert torch.equal(delta_rule(*given, plan), expected)
-    assert plan.node_slots == plan_delta_rule(*tree.nodes, 16, CPU).node_slots
+    unpadded = plan_delta_rule(*tree.nodes, 16, CPU)
+    assert torch.equal(plan.node_chunk, unpadded.node_chunk) and len(plan.node) == len(unpadded.node) + 2
+    assert (plan.node_tiles, plan.node_slots) == (unpadded.node_tiles, unpadded.node_slots)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from openjev_fast_plugin.ops._library import define
 
-# Key and value dim of the CUDA kernel.
-_KERNEL_DIM = 128
+# Key and value dim of the CUDA kernel, rows of its chunks, rows of its tiles.
+KERNEL_DIM, KERNEL_CHUNK, KERNEL_TILE = 128, 64, 16
 
 
 class DeltaPlan(NamedTuple):
-    """A forest's nodes, as chunks for the portable implementation and as they are for the CUDA kernel.
+    """A forest's nodes, cut into chunks twice: for the portable implementation and for the CUDA kernel.
 
-    B chunks stand in the order they can run, in steps of independent chunks; K nodes, parents before children.
+    B chunks stand in the order they can run, in steps of independent chunks. K nodes, parents before children, have
+    D chunks of at most 64 rows and T tiles of at most 16 rows; entries past the last are padding if they have no
+    rows, and T may be larger, so that a captured graph serves every forest that fits.
 
     chunk_start, chunk_length: [B] int32, the packed rows of each chunk (at most chunk_size; a node's rows are cut
         from its first row on).
@@ -26,9 +28,10 @@ class DeltaPlan(NamedTuple):
     step_kept: [steps] int32 on the CPU; the first step_kept[i] chunks of a step have a target, the rest none.
     slots: number of state slots.
     chunk_size: longest chunk.
-    node: [K, 4] int32, a node's first row, its number of rows, the node slot it starts from and the one it leaves
-        its final state in, both -1 where there is none. A node without rows is padding.
-    node_slots: number of node slots.
+    node: [K, 8] int32, a node's first row, its number of rows, the node slot it starts from and the one it leaves
+        its final state in, both -1 where there is none, its first tile, and three zeros.
+    node_chunk: [D, 4] int32, the first row, number of rows and first tile of a node's chunk, and 0.
+    node_tiles: T. node_slots: number of node slots.
     """
 
     chunk_start: torch.Tensor
@@ -40,6 +43,8 @@ class DeltaPlan(NamedTuple):
     slots: int
     chunk_size: int
     node: torch.Tensor
+    node_chunk: torch.Tensor
+    node_tiles: int
     node_slots: int
 
 
@@ -63,8 +68,6 @@ def plan_delta_rule(
         if parent >= 0:
             first_step[child] = first_step[parent] + chunks[parent]
             has_child[parent] = True
-    node_slot = np.where(has_child, np.cumsum(has_child) - 1, -1)
-    node_source = np.where(node_parent >= 0, node_slot[node_parent], -1)
     keeps_state = has_child | (chunks > 1)
     slot = np.where(keeps_state, np.cumsum(keeps_state) - 1, -1)
 
@@ -93,9 +96,42 @@ def plan_delta_rule(
         step_kept=torch.from_numpy(count(step[target >= 0])),
         slots=int(keeps_state.sum()),
         chunk_size=chunk_size,
-        node=tensor(np.stack([node_start, node_length, node_source, node_slot], axis=1)),
-        node_slots=int(has_child.sum()),
+        **_plan_kernel(node_start, node_length, node_parent, has_child, device),
     )
+
+
+def _plan_kernel(
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    has_child: np.ndarray,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The fields of DeltaPlan that the CUDA kernel reads."""
+    tiles = -(-node_length // KERNEL_TILE)
+    first_tile = np.cumsum(tiles) - tiles
+    slot = np.where(has_child, np.cumsum(has_child) - 1, -1)
+    source = np.where(node_parent >= 0, slot[node_parent], -1)
+    zero = np.zeros_like(tiles)
+    chunks = -(-node_length // KERNEL_CHUNK)
+    owner = np.repeat(np.arange(len(chunks)), chunks)
+    skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * KERNEL_CHUNK
+    node_chunk = [
+        node_start[owner] + skipped,
+        np.minimum(node_length[owner] - skipped, KERNEL_CHUNK),
+        first_tile[owner] + skipped // KERNEL_TILE,
+        zero[owner],
+    ]
+
+    def tensor(columns: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32)).to(device)
+
+    return {
+        "node": tensor([node_start, node_length, source, slot, first_tile, zero, zero, zero]),
+        "node_chunk": tensor(node_chunk),
+        "node_tiles": int(tiles.sum()),
+        "node_slots": int(has_child.sum()),
+    }
 
 
 def delta_rule_ref(
@@ -167,6 +203,8 @@ def _portable(
     slots: int,
     chunk_size: int,
     node: torch.Tensor,
+    node_chunk: torch.Tensor,
+    node_tiles: int,
     node_slots: int,
 ) -> torch.Tensor:
     rows, key_heads, key_dim = q.shape
@@ -239,6 +277,8 @@ def _fake(
     slots: int,
     chunk_size: int,
     node: torch.Tensor,
+    node_chunk: torch.Tensor,
+    node_tiles: int,
     node_slots: int,
 ) -> torch.Tensor:
     return v.new_empty(v.shape)
@@ -246,13 +286,13 @@ def _fake(
 
 def _kernel_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> bool:
     """Whether the CUDA kernel takes these heads; all others run the portable implementation."""
-    return q.shape[-1] == v.shape[-1] == _KERNEL_DIM
+    return q.shape[-1] == v.shape[-1] == KERNEL_DIM
 
 
 _op = define(
     "delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor chunk_start, Tensor chunk_length, "
     "Tensor chunk_source, Tensor chunk_target, Tensor step_start, Tensor step_kept, int slots, int chunk_size, "
-    "Tensor node, int node_slots) -> Tensor",
+    "Tensor node, Tensor node_chunk, int node_tiles, int node_slots) -> Tensor",
     portable=_portable,
     fake=_fake,
 )

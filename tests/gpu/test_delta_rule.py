@@ -198,8 +198,12 @@ def test_padding_nodes_and_rows_change_nothing():
     expected = run([x[: tree.rows].contiguous() for x in given], plan)
     for x in given:
         x[tree.rows :] = torch.nan
-    padding = torch.zeros(13, 4, dtype=torch.int32, device=CUDA)
-    padded = plan._replace(node=torch.cat([plan.node, padding]), node_slots=plan.node_slots + 3)
+    padded = plan._replace(
+        node=torch.cat([plan.node, plan.node.new_zeros(13, 8)]),
+        node_chunk=torch.cat([plan.node_chunk, plan.node_chunk.new_zeros(5, 4)]),
+        node_tiles=plan.node_tiles + 2,
+        node_slots=plan.node_slots + 3,
+    )
     assert torch.equal(run(given, padded)[: tree.rows], expected)
 
 
@@ -211,7 +215,7 @@ def test_two_runs_are_equal_bit_for_bit():
 
 def test_graph_replay_equals_eager_with_changed_inputs_and_nodes():
     one, other = Tree.of((70, -1), (20, 0), (9, 0)), Tree.of((10, -1), (80, 0), (9, 1))
-    static, plan = inputs(99), plan_of(one)._replace(node_slots=2)
+    static, plan = inputs(99), plan_of(one)._replace(node_tiles=9, node_slots=2)
     run(static, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -220,6 +224,7 @@ def test_graph_replay_equals_eager_with_changed_inputs_and_nodes():
         for target, source in zip(static, inputs(99, decay), strict=True):
             target.copy_(source)
         plan.node.copy_(plan_of(tree).node)
+        plan.node_chunk.copy_(plan_of(tree).node_chunk)
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, delta_rule(*static, plan))
