@@ -120,6 +120,7 @@ struct TreeAttention {
   void* out;
   // scale / ln 2: the softmax is of powers of two.
   float scale_log2;
+  int64_t rows;
   int64_t tiles;
   int tile_queries;
   int query_heads;
@@ -128,5 +129,8 @@ struct TreeAttention {
 };
 
 cudaError_t launch_tree_attention(const TreeAttention& arguments, cudaStream_t stream);
+
+// Heads of 256 on compute capability 9; launch_tree_attention calls it there.
+cudaError_t launch_tree_attention_sm90(const TreeAttention& arguments, cudaStream_t stream);
 
 }  // namespace openjev_fast

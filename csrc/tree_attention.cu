@@ -6,13 +6,8 @@ namespace {
 
 template <int kDim>
 cudaError_t launch(const TreeAttention& a, cudaStream_t stream) {
-  constexpr int kMaxRows = kAttentionWarps * kAttentionRows;
-  const int group = a.query_heads / a.kv_heads;
-  // Parts of about the same number of heads, each small enough for one block.
-  const int64_t parts = ceil_div(group, kMaxRows / a.tile_queries);
-  const int64_t heads = ceil_div(group, parts);
-  const int64_t warps = ceil_div(heads * a.tile_queries, kAttentionRows);
-  const HeadSplit split{static_cast<unsigned>(heads), static_cast<unsigned>(ceil_div(group, heads))};
+  const HeadSplit split = split_heads(a, kAttentionWarps * kAttentionRows);
+  const int64_t warps = ceil_div(split.heads * a.tile_queries, kAttentionRows);
   const unsigned blocks = static_cast<unsigned>(a.tiles) * a.kv_heads * split.parts;
   const auto kernel = tree_attention_kernel<kDim>;
   constexpr int kBytes = sizeof(AttentionShared<kDim>);
@@ -25,6 +20,13 @@ cudaError_t launch(const TreeAttention& a, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_tree_attention(const TreeAttention& arguments, cudaStream_t stream) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return error;
+  if (major == 9 && arguments.dim == 256) return launch_tree_attention_sm90(arguments, stream);
   switch (arguments.dim) {
     case 64:
       return launch<64>(arguments, stream);

@@ -10,32 +10,22 @@
 //   sigmoid), __fdividef (sigmoid).
 // Limits and launch: D 64, 128 or 256; scale > 0; at most 32 queries a tile; strides multiples of 8, pointers
 //   aligned to 16 bytes; 64-bit addresses; one block per tile, key head and up to 128 rows of packed queries
-//   and heads, last tile first; 97 KiB of shared memory at D = 256; no spills; sm_80; deterministic;
-//   graph-safe, the launch depends on tensor shapes alone.
+//   and heads, last tile first; 99 KiB of shared memory at D = 256; no spills; sm_80; deterministic;
+//   graph-safe, the launch depends on tensor shapes alone. On Hopper tree_attention_sm90.cuh takes D = 256.
 // Source: the upstream module named above; online softmax of Milakov and Gimelshein (arXiv 1805.02867) in
 //   blocks as in FlashAttention-2 (arXiv 2307.08691). Twin: tree_attention_ref, tests/gpu/test_tree_attention.py.
 #pragma once
 
+#include "attention_rows.cuh"
 #include "common.cuh"
 #include "launch.h"
 #include "mma.cuh"
 
 namespace openjev_fast {
 
-// A warp holds 16 packed rows: one query's heads of a key head lie next to each other, then the next query.
-constexpr int kAttentionRows = 16;
 constexpr int kAttentionWarps = 8;
 constexpr int kAttentionKeys = 32;
 constexpr int kAttentionStages = 3;
-
-struct __align__(16) AttentionRow {
-  // Last key row it sees, and the bit of its query in the tile.
-  int limit;
-  unsigned bit;
-  // -1 for a row without a query.
-  int query;
-  int head;
-};
 
 template <int kDim>
 struct AttentionStage {
@@ -56,12 +46,6 @@ struct AttentionShared {
   int64_t v_head;
 };
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The lane, read anew at each call: what is computed from it is not kept in registers across the main loop.
 __device__ __forceinline__ int fresh_lane() {
   int lane;
@@ -69,23 +53,12 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// Offset in elements of 16-byte chunk `chunk` of row `row`, such that what one access of a warp reads lies in
-// different banks: keys are read by pairs of rows and four chunks, values and output by eight rows.
+// Offset in elements of 16-byte chunk `chunk` of key row `row`, such that two rows' four chunks lie in different
+// banks.
 template <int kDim>
 __device__ __forceinline__ int key_offset(int row, int chunk) {
   return row * kDim + (chunk ^ ((row & 1) << 2)) * kVector;
 }
-
-template <int kDim>
-__device__ __forceinline__ int value_offset(int row, int chunk) {
-  return row * kDim + (chunk ^ (row & 7)) * kVector;
-}
-
-// Heads of a key head in one block, and blocks per key head.
-struct HeadSplit {
-  unsigned heads;
-  unsigned parts;
-};
 
 template <int kDim>
 __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
@@ -99,13 +72,8 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<AttentionShared<kDim>*>(shared_bytes);
 
-  const unsigned units = a.kv_heads * split.parts;
-  const int4 tile = reinterpret_cast<const int4*>(a.tile)[(gridDim.x - 1 - blockIdx.x) / units];
-  const int first_query = tile.x, queries = tile.y, keys = tile.w;
-  if (queries == 0) return;
-  const unsigned unit = blockIdx.x % units, group = a.query_heads / a.kv_heads;
-  const unsigned kv_head = unit / split.parts, skipped = unit % split.parts * split.heads;
-  const unsigned heads = min(split.heads, group - skipped), first_head = kv_head * group + skipped;
+  const AttentionBlock held = attention_block(a, split);
+  if (held.queries == 0) return;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
 
   // Queries: a lane loads 8 neighbouring dims of a row at a time and spreads them over two products. Which
@@ -116,16 +84,14 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
   unsigned warp_bits = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const unsigned row = warp * kAttentionRows + half * 8 + row_in_tile;
-    const int query = row / heads, head = first_head + row % heads;
-    const bool real = query < queries;
-    const int limit = real ? a.query_row[first_query + query] : INT_MAX;
-    const unsigned bit = real ? 1u << query : 0;
-    if (quad == 0) shared.row[row] = {limit, bit, real ? first_query + query : -1, head};
-    warp_limit = min(warp_limit, limit);
-    warp_bits |= bit;
+    const int index = warp * kAttentionRows + half * 8 + row_in_tile;
+    const AttentionRow row = attention_row(a, held, index);
+    if (quad == 0) shared.row[index] = row;
+    warp_limit = min(warp_limit, row.limit);
+    warp_bits |= row.bit;
+    const bool real = row.query >= 0;
     const bf16* source = static_cast<const bf16*>(a.q) +
-                         (int64_t{first_query + query} * a.query_heads + head) * kDim + quad * 8;
+                         (int64_t{max(row.query, 0)} * a.query_heads + row.head) * kDim + quad * 8;
 #pragma unroll
     for (int i = 0; i < kChunks / 4; ++i) {
       q[half][i] = real ? *reinterpret_cast<const uint4*>(source + i * 32) : make_uint4(0, 0, 0, 0);
@@ -136,10 +102,10 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
 
   // Fetching: every warp finds the rows of all keys of a block, one per lane, and copies its share of them.
   if (threadIdx.x == 0) {
-    shared.keys = keys;
-    shared.first_range = tile.z;
-    shared.k_head = kv_head * a.k_head_stride;
-    shared.v_head = kv_head * a.v_head_stride;
+    shared.keys = held.keys;
+    shared.first_range = held.first_range;
+    shared.k_head = held.kv_head * a.k_head_stride;
+    shared.v_head = held.kv_head * a.v_head_stride;
   }
   __syncthreads();
   int passed = 0;
@@ -150,7 +116,7 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
       const int4* range = reinterpret_cast<const int4*>(a.tile_range) + shared.first_range;
       int4 holder = range[passed];
       while (key >= holder.y) holder = range[++passed];
-      found = make_int2(key + holder.x, holder.z);
+      if (holder.z != 0) found = make_int2(key + holder.x, holder.z);
     }
     if (warp == 0) shared.key[stage][self] = found;
     const int chunk = self % kChunks;
@@ -168,7 +134,7 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
     }
   };
 
-  const int blocks = (keys + kAttentionKeys - 1) / kAttentionKeys;
+  const int blocks = (held.keys + kAttentionKeys - 1) / kAttentionKeys;
 #pragma unroll
   for (int block = 0; block < kAttentionStages - 1; ++block) {
     if (block < blocks) fetch(block, block);
@@ -294,26 +260,7 @@ __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
   }
   __syncwarp();
 
-  // Gate
-  const HeadView gate{static_cast<const bf16*>(a.gate), a.gate_row_stride, a.gate_head_stride};
-  bf16* target = static_cast<bf16*>(a.out);
-#pragma unroll 4
-  for (int first = 0; first < kAttentionRows; first += kRowsPerAccess) {
-    const int i = first + lane / kChunks, column = lane % kChunks * kVector;
-    const AttentionRow& row = shared.row[warp * kAttentionRows + i];
-    if (row.query < 0) continue;
-    float value[kVector], factor[kVector];
-    load(gate.at(row.query, row.head, column), factor);
-    load(static_cast<const bf16*>(rows + value_offset<kDim>(i, lane % kChunks)), value);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      factor[j] = __fdividef(1.0f, 1.0f + exp2_approx(-1.44269504f * factor[j]));
-    }
-    round_to_bf16(factor);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) value[j] *= factor[j];
-    store(target + (int64_t{row.query} * a.query_heads + row.head) * kDim + column, value);
-  }
+  gate_rows<kDim>(a, shared.row + warp * kAttentionRows, rows);
 }
 
 }  // namespace openjev_fast

@@ -80,6 +80,7 @@ Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
                                   tile_range.const_data_ptr<int32_t>(),
                                   out.mutable_data_ptr(),
                                   static_cast<float>(scale * kLog2E),
+                                  rows,
                                   tile.size(0),
                                   static_cast<int>(tile_queries),
                                   static_cast<int>(query_heads),

@@ -145,6 +145,14 @@ def test_a_run_of_rows_seen_alike_is_one_range():
     assert plan.tile_range.tolist() == [[0, 58, 255, 0]]
 
 
+def test_keys_whose_rows_do_not_follow_on_start_at_a_multiple_of_8():
+    tree = Tree.of((10, -1), (20, 0), (30, 0))
+    rows = np.array([31, 32])
+    plan = plan_attention(*tree.nodes, rows, tree.node_of_row[rows], CPU, tile_queries=2)
+    assert plan.tile.tolist() == [[0, 2, 0, 19]]
+    assert plan.tile_range.tolist() == [[0, 10, 3, 0], [0, 16, 0, 0], [14, 19, 3, 0], [0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("tile_queries", [0, 33])
 def test_tile_sizes_out_of_range_are_refused(tile_queries):
     tree, rows = TREES["one_row"], np.arange(1)

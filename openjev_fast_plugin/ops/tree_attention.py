@@ -15,10 +15,13 @@ _BLOCK_QUERIES = 256
 _BLOCK_OWN_ROWS = 1024
 
 # Queries of one tile of the CUDA kernel, for few queries and for many: more tiles against more reuse of a key.
-# Measured at 6 query heads a key head (bench/LOG.md). A tile's queries are the bits of an int32.
-_TILE_QUERIES_OF_FEW, _TILE_QUERIES_OF_MANY, _FEW = 10, 21, 640
+# Measured at 277 and 1,350 queries of 24 query and 4 key heads (bench/LOG.md); in between, few are those whose tiles
+# run at once on 132 multiprocessors. A tile's queries are the bits of an int32.
+_TILE_QUERIES_OF_FEW, _TILE_QUERIES_OF_MANY, _FEW = 10, 21, 330
 _MOST_TILE_QUERIES = 32
-_KERNEL_DIMS = (64, 128, 256)
+KERNEL_DIMS = (64, 128, 256)
+# Keys of a tile whose rows do not follow on start at a multiple of this: the kernel for Hopper copies 8 rows.
+_RUN_KEYS = 8
 
 
 class AttentionPlan(NamedTuple):
@@ -34,10 +37,10 @@ class AttentionPlan(NamedTuple):
     block_range: [B + 1] int32 on the CPU, a block's ranges are block_range[i]:block_range[i + 1].
     range_rows: [R, 2] int32 on the CPU, rows [first, end) of an ancestor, seen by every query of the block.
     tile: [T, 4] int32, a tile's first query, number of queries, first range and number of keys. Its keys are the
-        rows of its ranges, numbered from 0 in ascending order.
+        rows of its ranges, numbered from 0 in ascending order; where rows do not follow on, from a multiple of 8.
     tile_range: [S, 4] int32, what to add to the number of a key for its row, the number after the range's last
-        key, the queries whose path holds the range as bits from the tile's first, and 0. S is a power of two: the
-        last ranges may belong to no tile.
+        key, the queries whose path holds the range as bits from the tile's first (none for the numbers skipped
+        before a multiple of 8), and 0. S is a power of two: the last ranges may belong to no tile.
     tile_queries: queries of every tile but the last, at most 32.
     """
 
@@ -160,17 +163,20 @@ def _plan_tiles(
                 seen_end[node] = ends[node]
                 node = parents[node]
         keys, first_range = 0, len(tile_range)
-        range_start = range_end = range_bits = 0
+        range_end = range_bits = 0
         # Nodes are numbered in the order of their rows.
         for node in sorted(seen_by):
-            if starts[node] != range_end or seen_by[node] != range_bits:
-                if range_end > range_start:
-                    tile_range.append((range_start - keys, keys + range_end - range_start, range_bits, 0))
-                    keys += range_end - range_start
-                range_start, range_bits = starts[node], seen_by[node]
-            range_end = seen_end[node]
-        tile_range.append((range_start - keys, keys + range_end - range_start, range_bits, 0))
-        tile.append((begin, end - begin, first_range, keys + range_end - range_start))
+            start, end_row, bits = starts[node], seen_end[node], seen_by[node]
+            if keys and start == range_end and bits == range_bits:
+                tile_range.pop()
+            elif keys and start != range_end and keys % _RUN_KEYS:
+                shift, keys = range_end - keys, keys + -keys % _RUN_KEYS
+                tile_range.append((shift, keys, 0, 0))
+            shift = start - keys
+            keys += end_row - start
+            tile_range.append((shift, keys, bits, 0))
+            range_end, range_bits = end_row, bits
+        tile.append((begin, end - begin, first_range, keys))
     padded = 1 << max(len(tile_range) - 1, 0).bit_length()
     tile_range.extend([(0, 0, 0, 0)] * (padded - len(tile_range)))
     # Bit 31 is the sign.
@@ -276,7 +282,7 @@ def _fake(
 
 def _kernel_takes(q: torch.Tensor, *_: object) -> bool:
     """Whether the CUDA kernel has an instance for these heads; others run the portable implementation."""
-    return q.shape[-1] in _KERNEL_DIMS
+    return q.shape[-1] in KERNEL_DIMS
 
 
 _op = define(
@@ -294,8 +300,8 @@ def tree_attention(
     """``softmax(scale q k^T) v`` over each query's path, times ``sigmoid(gate)``.
 
     q: [M, HQ, D] model dtype (bfloat16 or float32), contiguous: the rows named by the plan.
-    k: [N, HKV, D], v: [N, HKV, D] model dtype, every packed row; v's rows may be strided. Query head h uses key
-        head h // (HQ / HKV).
+    k: [N, HKV, D], v: [N, HKV, D] model dtype, every packed row, all finite; v's rows may be strided. Query head h
+        uses key head h // (HQ / HKV).
     gate: [M, HQ, D] model dtype, rows and heads may be strided.
     scale: multiplies the dot products.
     plan: from :func:`plan_attention`; a query sees its ancestors' rows and its own node's rows up to itself.
