@@ -57,6 +57,11 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
+def row(**values: Any) -> dict[str, Any]:
+    """A results row; figures that a device or mode does not have are null."""
+    return {**dict.fromkeys(("kernels", "busy_ms", "floor_ms", "peak_gib")), **values}
+
+
 def device_slug(device: torch.device) -> str:
     """The results folder of a device: `cpu`, or its name such as `nvidia-h200`."""
     if device.type == "cpu":

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.forest import build_forest, split_to_fit
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.layout import Bucket, Layout, build_layout
+from openjev_fast_plugin.ops import _cuda
+from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
+from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.settings import Settings
+
+# Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
+CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,25 @@ class FastEngine:
             model_weights.text_model(model.backbone).config, self._weights.backbone_tensors()
         )
         self.max_rows = settings.max_rows or default_max_rows(self._weights)
+        self._bucket, self._graphs = Bucket(), None
+        self._portable = portable_ops(self._weights)
+        if self._portable != ["all"]:
+            _cuda.load()
+        if not self._portable:
+            # No op synchronises, so a forward can be captured.
+            self._bucket = CUDA_BUCKET
+            self._graphs = GraphedForward(partial(forward, self._weights), self._weights.device)
 
     def describe(self) -> dict[str, Any]:
         """Static facts for an answer's metadata and for /health."""
+        device = self._weights.device
+        kernels = "pytorch"
+        if self._portable != ["all"]:
+            major, minor = torch.cuda.get_device_capability(device)
+            kernels = ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
         return {
-            "kernels": "pytorch",
-            "device": str(self._weights.device),
+            "kernels": kernels,
+            "device": str(device),
             "dtype": str(self._weights.dtype).removeprefix("torch."),
             "max_rows": self.max_rows,
         }
@@ -81,11 +101,14 @@ class FastEngine:
             )
         parts = split_to_fit(sequences, self.max_rows)
         scores: list[list[torch.Tensor]] = [[] for _ in records]
-        rows_computed = 0
+        rows_computed = replayed = 0
         for part in parts:
             wanted = [sequence for group, span in part for sequence in sequences[group][span]]
-            flat, rows = self._forward(wanted)
-            rows_computed += rows
+            layout = build_layout(build_forest(wanted), self._bucket)
+            flat, was_replayed = self._run(layout)
+            flat = flat[: len(wanted)]
+            rows_computed += layout.rows
+            replayed += was_replayed
             sizes = [len(sequences[group][span]) for group, span in part]
             for (group, _), piece in zip(part, flat.split(sizes), strict=True):
                 scores[group].append(piece)
@@ -94,11 +117,28 @@ class FastEngine:
         ]
         total = sum(lengths)
         stats = {"rows_asked": total, "rows_computed": rows_computed, "forwards": len(parts)}
+        if self._graphs is not None:
+            stats["graph_replays"] = replayed
         return Scores(logits, total, stats)
 
-    def _forward(self, sequences: list[np.ndarray]) -> tuple[torch.Tensor, int]:
-        layout = build_layout(build_forest(sequences))
-        return forward(self._weights, layout.to(self._weights.device)), layout.rows
+    def _run(self, layout: Layout) -> tuple[torch.Tensor, bool]:
+        """Scores of a layout on the host, and whether a captured graph was replayed."""
+        if self._graphs is not None:
+            return self._graphs(layout)
+        return forward(self._weights, layout.to(self._weights.device)), False
+
+
+def portable_ops(weights: model_weights.Weights) -> list[str]:
+    """Ops of a forward of these weights that run as PyTorch operations, for want of a kernel for dtype or heads."""
+    shapes = weights.shapes
+    if weights.device.type != "cuda" or weights.dtype != torch.bfloat16:
+        return ["all"]
+    missing = []
+    if not shapes.key_dim == shapes.value_dim == DELTA_RULE_DIM:
+        missing.append("delta_rule")
+    if shapes.head_dim not in ATTENTION_DIMS:
+        missing.append("tree_attention")
+    return missing
 
 
 def _as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:

@@ -178,14 +178,16 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket()) -> Layout:  # noqa: 
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
     delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level), host)
-    # A node without rows is skipped by the kernel and is in no chunk of the portable implementation.
-    empty = torch.zeros(-len(delta.node) % bucket.nodes, delta.node.shape[1], dtype=torch.int32)
     return Layout(
         token=torch.from_numpy(token),
         position=torch.from_numpy(position),
         predecessor=torch.from_numpy(predecessor),
+        # Entries without rows are skipped by the kernel; the portable implementation does not read these tables.
         delta=delta._replace(
-            node=torch.cat([delta.node, empty]), node_slots=_round_up(delta.node_slots, bucket.nodes)
+            node=_with_empty_entries(delta.node, bucket.nodes),
+            node_chunk=_with_empty_entries(delta.node_chunk, bucket.nodes),
+            node_tiles=_round_up(delta.node_tiles, bucket.nodes),
+            node_slots=_round_up(delta.node_slots, bucket.nodes),
         ),
         attention=plan_attention(*tables, np.arange(len(token)), node, host),
         read_attention=plan_attention(*tables, read_row, node[read_row], host),
@@ -198,6 +200,11 @@ def _chain(first: int, count: int) -> np.ndarray:
     """Predecessors [count, 3] of a root of `count` rows that starts at row `first`."""
     back = np.arange(count, dtype=np.int32)[:, None] - np.arange(1, 4, dtype=np.int32)
     return np.where(back < 0, -1, first + back).astype(np.int32)
+
+
+def _with_empty_entries(table: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A table [K, columns] with zero rows added up to a multiple."""
+    return torch.cat([table, table.new_zeros(-len(table) % multiple, table.shape[1])])
 
 
 def _round_up(value: int, multiple: int) -> int:

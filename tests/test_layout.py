@@ -45,8 +45,9 @@ def test_a_bucket_rounds_sizes_up_and_shares_shapes():
     layout = build_layout(forest, Bucket(rows=8, nodes=4, reads=4))
     rows = len(forest.token)
     assert rows % 8 and layout.rows == -(-rows // 8) * 8
-    assert len(layout.delta.node) % 4 == len(layout.read_row) % 4 == len(layout.candidate_read) % 4 == 0
-    assert layout.delta.node[:, 1].sum() == layout.rows
+    assert len(layout.delta.node) % 4 == len(layout.delta.node_chunk) % 4 == 0
+    assert len(layout.read_row) % 4 == len(layout.candidate_read) % 4 == 0
+    assert layout.delta.node_chunk[:, 1].sum() == layout.rows
     again = build_layout(build_forest(sequences(1)), Bucket(rows=8, nodes=4, reads=4))
     assert again.shape_key() == layout.shape_key()
     assert build_layout(forest).shape_key() != layout.shape_key()

@@ -9,7 +9,12 @@ from openjev_fast_plugin.ops.gate_mul import gate_mul, gate_mul_ref
 from openjev_fast_plugin.ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from openjev_fast_plugin.ops.head_score import head_score, head_score_ref
 from openjev_fast_plugin.ops.silu_mul import silu_mul, silu_mul_ref
-from openjev_fast_plugin.ops.tree_attention import AttentionPlan, plan_attention, tree_attention, tree_attention_ref
+from openjev_fast_plugin.ops.tree_attention import (
+    AttentionPlan,
+    plan_attention,
+    tree_attention,
+    tree_attention_ref,
+)
 
 __all__ = [
     "AttentionPlan",

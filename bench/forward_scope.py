@@ -1,0 +1,205 @@
+"""Tokenized prompts to scores on a random-weight model built on the device: what the computation costs."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from harness import row, summary
+from models import head, prompts, text_config, text_model, use_delta_rule
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from openjev_fast_plugin.console import say, step
+from openjev_fast_plugin.engine import CUDA_BUCKET
+from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.forward import forward
+from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.weights import Weights, take_weights
+
+CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
+MODES = ("fla", "fast")
+# A slow baseline gets fewer rounds: as many as fit, at least three.
+_SECONDS_PER_CASE = 8.0
+
+
+class Original:
+    """The Transformers modules as Open-Jev calls them, every prompt padded to the longest."""
+
+    def __init__(self, profile: str, layers: int | None, device: torch.device, seed: int):
+        config = text_config(profile, layers)
+        self.model = text_model(config, device, seed)
+        self.head = head(config.hidden_size, device, seed)
+
+    def scorer(self, sequences: list[np.ndarray]) -> Callable[[], torch.Tensor]:
+        """A call that scores these prompts; padding and the copy to the device are done before."""
+        device = self.head.weight.device
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+        ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+        for index, sequence in enumerate(sequences):
+            ids[index, : len(sequence)] = torch.from_numpy(sequence.astype(np.int64))
+        ids = ids.to(device)
+        mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
+        each = torch.arange(len(sequences), device=device)
+
+        def run() -> torch.Tensor:
+            hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            return self.head(hidden[each, lengths - 1].float()).squeeze(-1).cpu()
+
+        return run
+
+
+class Fast:
+    """The packed forward; a call starts from token sequences on the host."""
+
+    def __init__(self, profile: str, layers: int | None, device: torch.device, seed: int):
+        config = text_config(profile, layers)
+        model = text_model(config, device, seed)
+        built = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self.weights = take_weights(model, head(config.hidden_size, device, seed))
+        del model
+        self.peak_while_fusing = torch.cuda.max_memory_allocated(device) / built
+        self.graphs = GraphedForward(partial(forward, self.weights), device)
+
+    def scorer(self, sequences: list[np.ndarray]) -> Callable[[], torch.Tensor]:
+        """A call that lays the prompts out, runs them and brings the scores to the host."""
+
+        def run() -> torch.Tensor:
+            layout = build_layout(build_forest(sequences), CUDA_BUCKET)
+            return self.graphs(layout)[0][: len(sequences)].cpu()
+
+        return run
+
+
+def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[float]:
+    """Milliseconds of each call, which ends with its scores on the host."""
+    for _ in range(warmups):
+        run()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() - start < _SECONDS_PER_CASE):
+        before = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - before))
+    return times
+
+
+def kernels(run: Callable[[], torch.Tensor]) -> tuple[int, float, dict[str, float]]:
+    """Kernels of one call, the milliseconds the device worked, and the milliseconds by kernel name."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    by_name: dict[str, float] = {}
+    for event in events:
+        by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
+    return len(events), sum(by_name.values()), by_name
+
+
+def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
+    """Milliseconds of all matmuls of a forward at this many rows, each shape at the better of two formulations.
+
+    Every layer's own weight is read, so none is warm; the last layer counts like the others.
+    """
+    total = 0.0
+    groups: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for layer in weights.layers:
+        for weight in (layer.mixer.project, layer.mixer.output, layer.gate_up, layer.down):
+            groups.setdefault(tuple(weight.shape), []).append(weight)
+    for (_, width), members in groups.items():
+        x = torch.randn(rows, width, device=weights.device).to(weights.dtype)
+        x_t = x.t().contiguous().t()
+        formulations = {
+            "x w^T": lambda w, x=x: F.linear(x, w),
+            "w x^T": lambda w, x=x: torch.mm(w, x.t()),
+            "w x^T, x transposed": lambda w, x=x_t: torch.mm(w, x.t()),
+        }
+        best = []
+        for call in formulations.values():
+            for weight in members[:2]:
+                call(weight)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for weight in members:
+                    call(weight)
+            spans = []
+            for _ in range(repeats):
+                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                before.record()
+                graph.replay()
+                after.record()
+                torch.cuda.synchronize()
+                spans.append(before.elapsed_time(after))
+            best.append(statistics.median(spans))
+        total += min(best)
+    return total
+
+
+@torch.inference_mode()
+def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of every case and mode asked for. Originals and fast hold their own copy of the same weights."""
+    device = torch.device(args.device)
+    modes = args.mode or MODES
+    with step(f"building random {args.profile} models"):
+        original = Original(args.profile, args.layers, device, 0) if {"torch", "fla"} & set(modes) else None
+        fast = Fast(args.profile, args.layers, device, 0) if "fast" in modes else None
+    if fast is not None:
+        say(f"peak memory while fusing: {fast.peak_while_fusing:.3f} of what was there before")
+    found = []
+    for case in args.case or CASES:
+        sequences = prompts(case, 32_768)
+        packed = build_layout(build_forest(sequences), CUDA_BUCKET).rows
+        floor = None if fast is None else round(matmul_floor(fast.weights, packed), 3)
+        scores: dict[str, torch.Tensor] = {}
+        for mode in modes:
+            if mode in ("torch", "fla"):
+                assert original is not None
+                use_delta_rule(original.model, mode)
+                run, computed = original.scorer(sequences), len(sequences) * max(map(len, sequences))
+                first = None
+            else:
+                assert fast is not None
+                run, computed = fast.scorer(sequences), packed
+                torch.cuda.synchronize()
+                before = time.perf_counter()
+                run()
+                first = 1e3 * (time.perf_counter() - before)
+                fast.graphs.wait_until_captured()
+            torch.cuda.reset_peak_memory_stats(device)
+            times = timed(run, args.repeats, args.warmups)
+            scores[mode] = run()
+            count, busy, by_name = kernels(run)
+            found.append(
+                row(
+                    profile=args.profile,
+                    case=case,
+                    mode=mode,
+                    scope="forward",
+                    **summary(times),
+                    rows_asked=sum(map(len, sequences)),
+                    rows_computed=computed,
+                    kernels=count,
+                    busy_ms=round(busy, 3),
+                    floor_ms=floor,
+                    peak_gib=round(torch.cuda.max_memory_allocated(device) / 2**30, 2),
+                    used_gib=round(
+                        (torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]) / 2**30, 2
+                    ),
+                    first_ms=None if first is None else round(first, 3),
+                    score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
+                    samples=len(times),
+                )
+            )
+            say(f"{case} {mode}: {found[-1]}")
+            for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:12]:
+                say(f"    {spent:8.3f} ms  {name[:100]}")
+    return found

@@ -1,0 +1,118 @@
+"""Random-weight text models of the released shapes, built on the device, for benchmarks that need no checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import Qwen3_5TextConfig
+from transformers.initialization import no_init_weights
+from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+
+from openjev_fast_plugin.checkpoint import PROFILES
+
+
+def text_config(profile: str, layers: int | None = None, vocabulary: int = 32_768) -> Qwen3_5TextConfig:
+    """The configuration of a profile, with fewer layers or a smaller vocabulary where memory asks for it."""
+    shapes = PROFILES[profile]
+    half = shapes.rotary_dim // 2
+    config = Qwen3_5TextConfig(
+        vocab_size=vocabulary,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.mlp,
+        num_hidden_layers=layers or shapes.layers,
+        num_attention_heads=shapes.heads,
+        num_key_value_heads=shapes.kv_heads,
+        head_dim=shapes.head_dim,
+        linear_num_key_heads=shapes.linear_key_heads,
+        linear_num_value_heads=shapes.linear_value_heads,
+        linear_key_head_dim=shapes.linear_head_dim,
+        linear_value_head_dim=shapes.linear_head_dim,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": shapes.rotary_dim / shapes.head_dim,
+            "mrope_section": [(half + 2 - stream) // 3 for stream in range(3)],
+            "mrope_interleaved": True,
+        },
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def text_model(
+    config: Qwen3_5TextConfig, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> upstream.Qwen3_5TextModel:
+    """A model whose parameters are drawn on the device, spread so that rounding anywhere reaches the output."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), torch.device(device):
+            model = upstream.Qwen3_5TextModel(config)
+    finally:
+        torch.set_default_dtype(default)
+    # Buffers are computed in __init__; a freshly made rotary table must be float32 whatever the default was.
+    model.rotary_emb.inv_freq, _ = model.rotary_emb.compute_default_rope_parameters(config, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(np.log(0.05), np.log(8.0), generator=generator)
+            elif name.endswith("dt_bias"):
+                parameter.uniform_(-5.0, 1.0, generator=generator)
+            elif parameter.dim() == 1:
+                parameter.normal_(1.0 if ".linear_attn.norm" in name else 0.0, 0.2, generator=generator)
+            else:
+                scale = 0.5 if "conv1d" in name or "embed" in name else parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, scale, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def use_delta_rule(model: upstream.Qwen3_5TextModel, mode: str) -> None:
+    """Switch a model's linear attention to FLA's kernels (`fla`) or to PyTorch, as without FLA (`torch`)."""
+    if mode == "fla" and upstream.chunk_gated_delta_rule is None:
+        raise RuntimeError("mode fla needs flash-linear-attention")
+    for layer in model.layers:
+        if layer.layer_type != "linear_attention":
+            continue
+        delta = layer.linear_attn
+        if mode == "fla":
+            delta.chunk_gated_delta_rule = upstream.chunk_gated_delta_rule
+            norm = upstream.FusedRMSNormGated(
+                delta.head_v_dim, eps=delta.layer_norm_epsilon, activation=delta.activation
+            )
+        else:
+            delta.chunk_gated_delta_rule = upstream.torch_chunk_gated_delta_rule
+            norm = upstream.Qwen3_5RMSNormGated(delta.head_v_dim, eps=delta.layer_norm_epsilon)
+        norm.weight = delta.norm.weight
+        delta.norm = norm
+
+
+def head(hidden: int, device: torch.device, seed: int) -> torch.nn.Linear:
+    """A float32 scalar head."""
+    generator = torch.Generator(device).manual_seed(seed)
+    layer = torch.nn.Linear(hidden, 1, device=device)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, hidden**-0.5, generator=generator)
+        layer.bias.zero_()
+    return layer.requires_grad_(False)
+
+
+def prompts(case: str, vocabulary: int, seed: int = 0) -> list[np.ndarray]:
+    """Token sequences of a case: random ids with the lengths and the sharing of the request it is named after."""
+    draw = np.random.default_rng(seed)
+
+    def tokens(count: int) -> np.ndarray:
+        return draw.integers(0, vocabulary, count).astype(np.int32)
+
+    if case == "example":
+        # 7 prompts, 539 tokens, the longest 82, 277 distinct rows: a routing of 3, a yes or no, an urgency of 3.
+        root, routing, refund, urgency = tokens(30), tokens(21), tokens(16), tokens(20)
+        found = [np.concatenate([root, routing, tokens(length)]) for length in (31, 29, 27)]
+        found.append(np.concatenate([root, refund, tokens(23)]))
+        return found + [np.concatenate([root, urgency, tokens(length)]) for length in (28, 27, 25)]
+    kind, size = case.split("_")
+    if kind == "noul":
+        return [tokens(int(size))]
+    candidates, length = (int(number) for number in size.split("x"))
+    root = tokens(length - 21)
+    return [np.concatenate([root, tokens(21)]) for _ in range(candidates)]
