@@ -52,9 +52,30 @@ class Server:
     def stop(self) -> None:
         """Interrupt the server as Ctrl-C does and wait until it is gone."""
         self._process.send_signal(signal.SIGINT)
-        code = self._process.wait(_STOP_SECONDS)
+        try:
+            code = self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(
+                f"the server did not stop within {_STOP_SECONDS:.0f} s of an interrupt"
+            ) from None
         if code != 0:
             raise DemoFailed(f"the server did not stop cleanly: exit code {code}")
+
+
+@contextmanager
+def interruptible_children() -> Iterator[None]:
+    """Children started inside can be interrupted, even where this process ignores SIGINT (`command &` in a script).
+
+    A child inherits an ignored SIGINT, and then Python installs no handler for it. Main thread only.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
@@ -67,7 +88,8 @@ def running_server(checkpoint: Path, backend: str, device: str) -> Iterator[Serv
     command += ["--backend", backend, "--device", device, "--host", "127.0.0.1", "--port", "0"]
     say("$ " + " ".join(["python", *command[1:]]))
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with interruptible_children():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             with step(f"starting the server with --backend {backend}"):
                 line = _first_line(process)

@@ -16,6 +16,8 @@ import pytest
 from jev import api, metrics, serving
 from jev.server import make_server, strict_json
 
+from openjev_fast_plugin.demo import interruptible_children
+
 STATE = "Customer: the kettle I bought leaks. I want my money back.\nAgent: I am sorry to hear that."
 CHOICE = {
     "type": "choice",
@@ -353,7 +355,9 @@ def environment() -> dict[str, str]:
 def test_serve_command(tiny_checkpoint):
     command = [sys.executable, "-m", "jev.server", "--checkpoint", str(tiny_checkpoint)]
     command += ["--device", "cpu", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    with interruptible_children():
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    with server as process:
         try:
             ready = json.loads(process.stdout.readline())
             assert set(ready) == {"url", "model", "method"}
@@ -361,7 +365,11 @@ def test_serve_command(tiny_checkpoint):
             assert answer[0] == 200
         finally:
             process.send_signal(signal.SIGINT)
-            status = process.wait(timeout=30)
+            try:
+                status = process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
     assert status == 0
 
 
