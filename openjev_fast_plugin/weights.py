@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from tqdm import tqdm
+from transformers.activations import SiLUActivation
+from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 MODEL_TYPE = "qwen3_5_text"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -26,6 +30,7 @@ class Shapes:
     R rotated pairs.
     """
 
+    vocabulary: int
     hidden: int
     intermediate: int
     layer_types: tuple[str, ...]
@@ -47,8 +52,6 @@ class Shapes:
         expected = {
             "model_type": (config.model_type, MODEL_TYPE),
             "hidden_act": (config.hidden_act, "silu"),
-            "attention_bias": (config.attention_bias, False),
-            "linear_conv_kernel_dim": (config.linear_conv_kernel_dim, 4),
             "rope_parameters.rope_type": (rope.get("rope_type"), "default"),
         }
         for name, (found, wanted) in expected.items():
@@ -67,7 +70,13 @@ class Shapes:
                 raise UnsupportedModel(
                     f"{many} = {getattr(config, many)} is not a multiple of {few} = {getattr(config, few)}"
                 )
+        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        if rotary_dim % 2:
+            raise UnsupportedModel(
+                f"head_dim * partial_rotary_factor = {rotary_dim} is odd, rotation takes pairs of dims"
+            )
         return cls(
+            vocabulary=config.vocab_size,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             layer_types=tuple(config.layer_types),
@@ -78,7 +87,7 @@ class Shapes:
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            rotary_pairs=int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2,
+            rotary_pairs=rotary_dim // 2,
             rope_theta=float(rope["rope_theta"]),
             eps=config.rms_norm_eps,
         )
@@ -158,7 +167,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class ReleasedBackbone(nn.Module):
-    """Stands where the original text model was: answers `config` and `parameters()`, and refuses to run."""
+    """Stands where the original text model was: answers `config` and `parameters()`, and refuses to run or move."""
 
     def __init__(self, config: Any, weights: Iterable[torch.Tensor]):
         super().__init__()
@@ -172,73 +181,211 @@ class ReleasedBackbone(nn.Module):
             "load the model again with --backend torch to run them"
         )
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ReleasedBackbone:
+        """What `to`, `float`, `half` and `cuda` come to: RuntimeError where it would change a weight."""
+        probe = self.fused[0].detach().new_empty(0)
+        if fn(probe) is not probe:
+            raise RuntimeError(
+                f"the fast backend holds the weights of this model as {probe.dtype} on {probe.device} and they can "
+                "neither be converted nor moved; load the model again as it should be, then hand it over"
+            )
+        return self
+
 
 def text_model(backbone: Any) -> Any:
     """The Qwen3.5 text model inside a backbone, which PEFT may have wrapped."""
-    return backbone.get_base_model() if hasattr(backbone, "peft_config") else backbone
+    return backbone.get_base_model() if isinstance(backbone, PeftModel) else backbone
 
 
 def refusal(backbone: Any, head: nn.Module) -> str | None:
     """Why the packed forward cannot take this model, naming the value; None when it can. Reads no weight."""
     try:
-        _check(backbone, head)
+        check(backbone, head)
     except UnsupportedModel as reason:
         return str(reason)
     return None
 
 
-def _check(backbone: Any, head: nn.Module) -> Shapes:
+def check(backbone: Any, head: nn.Module) -> Shapes:
+    """Shapes of a model whose every module computes what the packed forward computes in its place.
+
+    Raises UnsupportedModel otherwise. Changes nothing and reads no weight.
+    """
     model = text_model(backbone)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) != MODEL_TYPE:
         found = getattr(config, "model_type", type(model).__name__)
         raise UnsupportedModel(
             f"the packed forward takes models of type {MODEL_TYPE!r}, this one is {found!r}"
         )
     shapes = Shapes.of(config)
-    for name, config_entry in getattr(backbone, "peft_config", {}).items():
-        for option in ("use_dora", "modules_to_save", "bias", "lora_bias"):
-            if getattr(config_entry, option, None) not in (None, False, "none", []):
-                raise UnsupportedModel(f"adapter {name!r} uses {option} = {getattr(config_entry, option)!r}")
-        if getattr(config_entry.peft_type, "value", config_entry.peft_type) != "LORA":
-            raise UnsupportedModel(f"adapter {name!r} is {config_entry.peft_type}, only LORA can be merged")
-    devices, dtypes = set(), set()
-    for name, parameter in model.named_parameters():
-        devices.add(parameter.device)
-        if "lora_" in name:
-            continue
-        dtypes.add(parameter.dtype)
-        if parameter.dtype not in DTYPES:
-            raise UnsupportedModel(
-                f"{name} is {parameter.dtype}; the packed forward takes float32 and bfloat16"
-            )
-    if len(dtypes) != 1:
+    _check_adapters(backbone)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    counts = {len(shapes.layer_types), config.num_hidden_layers, len(model.layers)}
+    if len(counts) != 1:
         raise UnsupportedModel(
-            f"the weights mix {sorted(map(str, dtypes))}; the packed forward needs one dtype"
+            f"the model has {len(model.layers)} layers, num_hidden_layers is {config.num_hidden_layers} "
+            f"and layer_types names {len(shapes.layer_types)}"
         )
-    devices.update(parameter.device for parameter in head.parameters())
+    dtypes: dict[torch.dtype, str] = {}
+    first: dict[int, str] = {}
+    for expected in _expected_modules(shapes):
+        for name, parameter in _checked(modules.get(expected.path), expected, shapes.eps).items():
+            if parameter.dtype not in DTYPES:
+                raise UnsupportedModel(
+                    f"{name} is {parameter.dtype}; the packed forward takes float32 and bfloat16"
+                )
+            dtypes[parameter.dtype] = name
+            if first.setdefault(id(parameter), name) != name:
+                raise UnsupportedModel(f"{first[id(parameter)]} and {name} are one parameter")
+    if len(dtypes) != 1:
+        mixed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+        raise UnsupportedModel(f"the weights mix {mixed}; the packed forward needs one dtype")
+    _checked(head, _Expected("head", (nn.Linear,), {"weight": (1, shapes.hidden), "bias": (1,)}), shapes.eps)
+    if head.weight.dtype != torch.float32:
+        raise UnsupportedModel(f"head is {head.weight.dtype}; the packed forward needs torch.float32")
+    devices = {parameter.device for part in (backbone, head) for parameter in part.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UnsupportedModel(
             f"the weights are on {sorted(map(str, devices))}; the packed forward needs them on one device, loaded"
         )
-    hooked = next((name for name, module in model.named_modules() if _offloads(module)), None)
-    if hooked is not None:
-        raise UnsupportedModel(f"module {hooked or 'model'!r} is offloaded by accelerate")
     return shapes
 
 
-def _offloads(module: nn.Module) -> bool:
-    hook = getattr(module, "_hf_hook", None)
-    return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
+def _check_adapters(backbone: Any) -> None:
+    """Refuses adapters that act outside the layers they wrap; what they put in place of a layer is checked there."""
+    if not isinstance(backbone, PeftModel):
+        if getattr(backbone, "_hf_peft_config_loaded", False):
+            raise UnsupportedModel("adapters added by Transformers' add_adapter cannot be merged; use PEFT's")
+        return
+    for name, config in backbone.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            raise UnsupportedModel(f"adapter {name!r} is {kind}, only LORA can be merged")
+    for wrapper in (backbone, backbone.base_model):
+        _check_forward(wrapper, type(wrapper).__name__)
+
+
+class _Expected(NamedTuple):
+    """A module that the packed forward stands for: where it is, what it may be, all its parameters' shapes."""
+
+    path: str
+    types: tuple[type | None, ...]
+    parameters: dict[str, tuple[int, ...]] = {}
+
+
+def _expected_modules(shapes: Shapes) -> Iterator[_Expected]:
+    """Every module below the text model whose forward the packed forward replaces, parents first."""
+    hidden, width = shapes.hidden, shapes.head_dim
+    queries, keys = shapes.query_heads * width, shapes.kv_heads * width
+    channels, values = shapes.conv_channels, shapes.value_heads * shapes.value_dim
+    # None where flash-linear-attention is not installed.
+    gated_norms = (upstream.Qwen3_5RMSNormGated, upstream.FusedRMSNormGated)
+
+    def norm(path: str, size: int) -> _Expected:
+        return _Expected(path, (upstream.Qwen3_5RMSNorm,), {"weight": (size,)})
+
+    def projection(path: str, out_features: int, in_features: int) -> _Expected:
+        return _Expected(path, (nn.Linear, LoraLinear), {"weight": (out_features, in_features)})
+
+    yield _Expected("", (upstream.Qwen3_5TextModel,))
+    yield _Expected("embed_tokens", (nn.Embedding,), {"weight": (shapes.vocabulary, hidden)})
+    yield _Expected("rotary_emb", (upstream.Qwen3_5TextRotaryEmbedding,))
+    for index, kind in enumerate(shapes.layer_types):
+        layer = f"layers.{index}"
+        yield _Expected(layer, (upstream.Qwen3_5DecoderLayer,))
+        yield norm(f"{layer}.input_layernorm", hidden)
+        if kind == "linear_attention":
+            mixer, heads = f"{layer}.linear_attn", (shapes.value_heads,)
+            yield _Expected(mixer, (upstream.Qwen3_5GatedDeltaNet,), {"A_log": heads, "dt_bias": heads})
+            yield projection(f"{mixer}.in_proj_qkv", channels, hidden)
+            yield projection(f"{mixer}.in_proj_z", values, hidden)
+            yield projection(f"{mixer}.in_proj_b", shapes.value_heads, hidden)
+            yield projection(f"{mixer}.in_proj_a", shapes.value_heads, hidden)
+            yield _Expected(f"{mixer}.conv1d", (nn.Conv1d,), {"weight": (channels, 1, 4)})
+            yield _Expected(f"{mixer}.norm", gated_norms, {"weight": (shapes.value_dim,)})
+            yield projection(f"{mixer}.out_proj", hidden, values)
+        else:
+            mixer = f"{layer}.self_attn"
+            yield _Expected(mixer, (upstream.Qwen3_5Attention,))
+            yield projection(f"{mixer}.q_proj", 2 * queries, hidden)
+            yield projection(f"{mixer}.k_proj", keys, hidden)
+            yield projection(f"{mixer}.v_proj", keys, hidden)
+            yield norm(f"{mixer}.q_norm", width)
+            yield norm(f"{mixer}.k_norm", width)
+            yield projection(f"{mixer}.o_proj", hidden, queries)
+        yield norm(f"{layer}.post_attention_layernorm", hidden)
+        yield _Expected(f"{layer}.mlp", (upstream.Qwen3_5MLP,))
+        yield _Expected(f"{layer}.mlp.act_fn", (SiLUActivation, nn.SiLU))
+        yield projection(f"{layer}.mlp.gate_proj", shapes.intermediate, hidden)
+        yield projection(f"{layer}.mlp.up_proj", shapes.intermediate, hidden)
+        yield projection(f"{layer}.mlp.down_proj", hidden, shapes.intermediate)
+    yield norm("norm", hidden)
+
+
+def _checked(module: nn.Module | None, expected: _Expected, eps: float) -> dict[str, nn.Parameter]:
+    """The parameters of a module that is what the packed forward expects; UnsupportedModel where it is not."""
+    path = expected.path or "the text model"
+    if module is None or type(module) not in expected.types:
+        wanted = " or ".join(_full_name(kind) for kind in expected.types if kind is not None)
+        found = "missing" if module is None else _full_name(type(module))
+        raise UnsupportedModel(f"{path} is {found}, the packed forward needs {wanted}")
+    _check_forward(module, path)
+    if isinstance(module, LoraLinear):
+        if module.lora_variant or any(module.lora_bias.values()):
+            variants = sorted(type(variant).__name__ for variant in module.lora_variant.values())
+            raise UnsupportedModel(f"the adapter of {path} uses {', '.join(variants) or 'lora_bias'}")
+        for name, part in module.named_modules():
+            _check_forward(part, f"{path}.{name}")
+        return _checked(module.base_layer, expected._replace(types=(nn.Linear,)), eps)
+    parameters = {name: found for name, found in module._parameters.items() if found is not None}
+    sizes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if sizes != expected.parameters:
+        raise UnsupportedModel(
+            f"{path} has parameters {sizes}, the packed forward needs {expected.parameters}"
+        )
+    own_eps = getattr(module, "eps", getattr(module, "variance_epsilon", eps))
+    if own_eps != eps:
+        raise UnsupportedModel(f"{path} has eps {own_eps}, the configuration has {eps}")
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedModel(
+                f"{path}.{name} is {_full_name(type(parameter))}, the packed forward needs a plain parameter"
+            )
+    return {f"{path}.{name}": parameter for name, parameter in parameters.items()}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check_forward(module: nn.Module, path: str) -> None:
+    """Refuses a module that runs anything but the forward of its class."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for part in () if hook is None else getattr(hook, "hooks", (hook,)):
+        # Accelerate's alignment of devices changes nothing where all weights are on one device.
+        if type(part).__name__ != "AlignDevicesHook":
+            raise UnsupportedModel(f"{path} has the hook {_full_name(type(part))}")
+        if part.offload:
+            raise UnsupportedModel(f"{path} is offloaded by accelerate")
+    forward: Any = module.forward if hook is None else module._old_forward
+    if getattr(forward, "__func__", None) is not type(module).forward:
+        raise UnsupportedModel(f"the forward of {path} was replaced")
+    for registered in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        # Transformers' own, for output_hidden_states and the like, only record.
+        if getattr(registered, "__module__", None) != "transformers.utils.output_capturing":
+            raise UnsupportedModel(f"{path} has a forward hook, {registered!r}")
 
 
 def _merged(layer: Any) -> torch.Tensor:
     """Weight of a linear layer with its active LoRA adapters added in float32, rounded once."""
-    base = getattr(layer, "base_layer", layer)
-    if not isinstance(base, nn.Linear) or type(base.weight) not in (nn.Parameter, torch.Tensor):
-        raise UnsupportedModel(f"a projection is {type(base).__name__}, not a plain linear layer")
-    weight = base.weight.detach()
-    if base is layer or getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
+    if type(layer) is nn.Linear:
+        return layer.weight.detach()
+    if layer.merged and layer.disable_adapters:
+        # As its forward would.
+        layer.unmerge()
+    weight = layer.base_layer.weight.detach()
+    if layer.merged or layer.disable_adapters:
         return weight
     merged = weight.float()
     for adapter in layer.active_adapters:
@@ -284,7 +431,7 @@ def take_weights(backbone: Any, head: nn.Linear) -> Weights:
 
     Raises UnsupportedModel, with nothing changed, when the packed forward cannot take the model.
     """
-    shapes = _check(backbone, head)
+    shapes = check(backbone, head)
     model = text_model(backbone)
     layers = []
     kinds = zip(model.layers, shapes.layer_types, strict=True)
