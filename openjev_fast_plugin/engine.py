@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from openjev_fast_plugin.settings import Settings
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -46,32 +49,43 @@ def refusal(model: Any) -> str | None:
 class FastEngine:
     """Scores requests of one model whose weights it owns: every candidate of a request in one packed forward.
 
-    model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards.
+    model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards. The model owns the engine, not
+        the other way round: it has to be kept as long as the engine scores.
 
-    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason.
+    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason, and BuildError where the kernels
+    cannot be built.
     """
 
     def __init__(self, model: Any, settings: Settings):
         from jev.api import candidate_prompts
 
-        self._model = model
+        self._model = weakref.proxy(model)
         self._encoder = PromptEncoder(model.tokenizer, candidate_prompts)
-        self._weights = model_weights.take_weights(model.backbone, model.head)
-        model.backbone = model_weights.ReleasedBackbone(
-            model_weights.text_model(model.backbone).config, self._weights.backbone_tensors()
-        )
-        self.max_rows = settings.max_rows or default_max_rows(self._weights)
-        self._bucket, self._graphs = Bucket(), None
-        self._portable = portable_ops(self._weights)
+        shapes = model_weights.check(model.backbone, model.head)
+        original = model_weights.text_model(model.backbone)
+        self._portable = portable_ops(shapes, original.embed_tokens.weight)
         if self._portable != ["all"]:
             _cuda.load()
+        self._weights = model_weights.take_weights(model.backbone, model.head)
+        self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
+        model.backbone = self._backbone
+        self._max_rows, self._default_max_rows = settings.max_rows, default_max_rows(self._weights)
+        self._bucket, self._graphs = Bucket(), None
         if not self._portable:
             # No op synchronises, so a forward can be captured.
             self._bucket = CUDA_BUCKET
             self._graphs = GraphedForward(partial(forward, self._weights), self._weights.device)
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of one forward: the setting, else what memory allows, but never less than the longest prompt."""
+        return self._max_rows or max(self._default_max_rows, self._model.max_length)
+
     def describe(self) -> dict[str, Any]:
-        """Static facts for an answer's metadata and for /health."""
+        """Facts for an answer's metadata and for /health; they change only with the model's `max_length`.
+
+        kernels: what runs the ops; matrix products, embedding and gathers are PyTorch's in any case.
+        """
         device = self._weights.device
         kernels = "pytorch"
         if self._portable != ["all"]:
@@ -84,14 +98,17 @@ class FastEngine:
             "max_rows": self.max_rows,
         }
 
-    @torch.inference_mode()
     def score(self, records: list[dict[str, Any]]) -> Scores:
-        """Logits of every record of a request.
+        """Logits of every record of a request, computed without autograd.
 
-        records: as `jev.api.compile_request` returns them.
+        records: as `jev.api.compile_request` returns them, at least one.
 
-        Raises ValueError when a prompt is longer than the model's `max_length`, or longer than `max_rows` alone.
+        Raises ValueError when a prompt is longer than the model's `max_length`, or longer than `max_rows` alone;
+        RuntimeError when the model's backbone or head is no longer what was taken over.
         """
+        self._check_unchanged()
+        if not records:
+            raise IndexError("there are no records to score")
         sequences = self._encoder.encode(records)
         lengths = [len(sequence) for group in sequences for sequence in group]
         longest = max(lengths)
@@ -105,13 +122,15 @@ class FastEngine:
         for part in parts:
             wanted = [sequence for group, span in part for sequence in sequences[group][span]]
             layout = build_layout(build_forest(wanted), self._bucket)
-            flat, was_replayed = self._run(layout)
+            with torch.inference_mode():
+                flat, was_replayed = self._run(layout)
             flat = flat[: len(wanted)]
             rows_computed += layout.rows
             replayed += was_replayed
             sizes = [len(sequences[group][span]) for group, span in part]
             for (group, _), piece in zip(part, flat.split(sizes), strict=True):
                 scores[group].append(piece)
+        # torch.cat copies: outside inference mode what leaves here is an ordinary tensor.
         logits = [
             _as_logits(record, torch.cat(pieces)) for record, pieces in zip(records, scores, strict=True)
         ]
@@ -121,6 +140,17 @@ class FastEngine:
             stats["graph_replays"] = replayed
         return Scores(logits, total, stats)
 
+    def _check_unchanged(self) -> None:
+        read = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
+        if (
+            self._model.backbone is not self._backbone
+            or [parameter.data_ptr() for parameter in self._model.head.parameters()] != read
+        ):
+            raise RuntimeError(
+                "the backbone or the head of this model was replaced, converted or moved after the fast backend took "
+                "it over; change the model first, then hand it over"
+            )
+
     def _run(self, layout: Layout) -> tuple[torch.Tensor, bool]:
         """Scores of a layout on the host, and whether a captured graph was replayed."""
         if self._graphs is not None:
@@ -128,10 +158,9 @@ class FastEngine:
         return forward(self._weights, layout.to(self._weights.device)), False
 
 
-def portable_ops(weights: model_weights.Weights) -> list[str]:
-    """Ops of a forward of these weights that run as PyTorch operations, for want of a kernel for dtype or heads."""
-    shapes = weights.shapes
-    if weights.device.type != "cuda" or weights.dtype != torch.bfloat16:
+def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str]:
+    """Ops that run as PyTorch operations, for want of a kernel for the heads or for the weights' dtype or device."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return ["all"]
     missing = []
     if not shapes.key_dim == shapes.value_dim == DELTA_RULE_DIM:
@@ -147,12 +176,12 @@ def _as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
 
 
 def default_max_rows(weights: model_weights.Weights) -> int:
-    """Rows whose activations fit in a quarter of the memory that is free now, between 4,096 and 262,144."""
+    """Rows whose activations fit in a quarter of the memory there is now, between 4,096 and 262,144."""
     shapes, item = weights.shapes, weights.embedding.element_size()
     if weights.device.type == "cuda":
         free = torch.cuda.mem_get_info(weights.device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = _available_memory()
     mixer = shapes.conv_channels + shapes.value_heads * shapes.value_dim
     attention = 2 * (shapes.query_heads + shapes.kv_heads) * shapes.head_dim
     # Live at the widest point of a layer: residual and norm, the fused projection, and float32 working copies.
@@ -160,3 +189,11 @@ def default_max_rows(weights: model_weights.Weights) -> int:
         3 * shapes.intermediate * item, max(mixer, attention) * (item + 16)
     )
     return max(4096, min(free // 4 // row_bytes, 262_144))
+
+
+def _available_memory() -> int:
+    """Bytes of host memory to be had without swapping, as Linux estimates them; elsewhere half of what there is."""
+    if MEMINFO.exists():
+        values = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return int(values["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -23,7 +23,12 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
     """Scores [C] float32 of a forest's candidates.
 
     Every packed row is computed once. The last layer computes what the read rows need: keys, values and states of
-    every row, and queries, projections and MLP of the read rows alone.
+    every row, and queries, projections and MLP of the read rows alone. The head scores each read row once, so that
+    neither the order of candidates nor their number changes a bit of a score.
+
+    Candidates of one forward share values that are not finite: masks and decays multiply what a row must not see by
+    zero, and zero times NaN is NaN. A prompt whose hidden state overflows can make other prompts' scores NaN; it
+    never makes them finite and wrong.
     """
     shapes, last = weights.shapes, len(weights.layers) - 1
     rotary = rotary_tables(layout.position, shapes.rotary_pairs, shapes.rope_theta, weights.dtype)
@@ -41,15 +46,11 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
         update = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
     assert update is not None, "a model has layers"
-    return head_score(
-        residual,
-        update,
-        layout.candidate_read,
-        weights.final_norm,
-        weights.head_weight,
-        weights.head_bias,
-        shapes.eps,
+    every = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
+    scores = head_score(
+        residual, update, every, weights.final_norm, weights.head_weight, weights.head_bias, shapes.eps
     )
+    return scores.index_select(0, layout.candidate_read)
 
 
 def _linear_attention(

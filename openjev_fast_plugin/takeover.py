@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .build import BuildError
 from .settings import AUTO, ORIGINAL, BackendError, Selection, Settings, origin
 
 if TYPE_CHECKING:
-    from .hookspecs import Engine, Scores
+    from .hookspecs import Backend, Engine, Scores
 
 log = logging.getLogger("openjev_fast")
 
@@ -39,6 +41,14 @@ class Takeover:
             about.update(self.engine.describe())
         return about
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `copy.deepcopy` and `pickle` ask for; an engine belongs to the one model it was built for."""
+        if self.engine is not None:
+            raise TypeError(
+                f"a model on backend {self.name!r} cannot be copied or pickled; load its checkpoint once more instead"
+            )
+        return super().__reduce_ex__(protocol)
+
 
 def accelerate(
     model: Any, backend: str = "fast", settings: Settings | None = None, decided_by: str = "argument"
@@ -57,12 +67,22 @@ def accelerate(
         return _choose(model, settings or Settings.read(), selection)
     from . import plugin
 
-    chosen = plugin.find(backend)
-    reason = chosen.refusal(model)
-    if reason is not None:
+    engine, reason = _build(plugin.find(backend), model, settings or Settings.read())
+    if engine is None:
         raise BackendError(f"{origin(selection)}: backend {backend!r} cannot take this model: {reason}")
-    engine = chosen.build(model, settings or Settings.read())
     return _attach(model, Takeover(backend, decided_by, engine))
+
+
+def _build(backend: Backend, model: Any, settings: Settings) -> tuple[Engine | None, str | None]:
+    """The engine of a backend for this model, or why there is none; the model is unchanged then."""
+    reason = backend.refusal(model)
+    if reason is not None:
+        return None, reason
+    try:
+        return backend.build(model, settings), None
+    except (ValueError, BuildError) as error:
+        log.debug("openjev-fast: backend %s could not be built", backend.name, exc_info=True)
+        return None, str(error)
 
 
 def _choose(model: Any, settings: Settings, selection: Selection) -> Any:
@@ -70,12 +90,10 @@ def _choose(model: Any, settings: Settings, selection: Selection) -> Any:
 
     refusals: list[str] = []
     for name in plugin.AUTO_ORDER:
-        candidate = plugin.find(name)
-        reason = candidate.refusal(model)
-        if reason is None:
-            taken = Takeover(name, selection.decided_by, candidate.build(model, settings))
+        engine, reason = _build(plugin.find(name), model, settings)
+        if engine is not None:
+            taken = Takeover(name, selection.decided_by, engine, requested=AUTO)
             taken.reason = "; ".join(refusals) or "the best backend takes this model"
-            taken.requested = AUTO
             _attach(model, taken)
             break
         refusals.append(f"{name}: {reason}")
@@ -94,15 +112,18 @@ def _set(model: Any, takeover: Takeover) -> Any:
 def _attach(model: Any, takeover: Takeover) -> Any:
     engine = takeover.engine
     assert engine is not None
+    # The functions below are attributes of the model: a strong reference to it would keep it, and its weights,
+    # until the next garbage collection.
+    owner: Any = weakref.proxy(model)
 
     def score(records: list[dict]) -> Scores:
-        if getattr(model, "training", False):
+        if getattr(owner, "training", False):
             raise BackendError(
                 f"backend {takeover.name!r} is for inference only; this model is in training mode"
             )
         scores = engine.score(records)
-        model.last_input_tokens = scores.input_tokens
-        model.last_stats = scores.stats
+        owner.last_input_tokens = scores.input_tokens
+        owner.last_stats = scores.stats
         calls = _calls.get()
         if calls is not None:
             calls.append(scores.stats)
@@ -120,11 +141,12 @@ def _attach(model: Any, takeover: Takeover) -> Any:
         }
         return scores.logits, stats
 
+    _set(model, takeover)
     model.forward = forward
     # What `prefix_cache` asks for: shared prefixes are computed once here, whatever it is set to.
     model.score_cached = score_cached
     model.last_stats = {}
-    return _set(model, takeover)
+    return model
 
 
 # Stats of the engine calls made for the request this thread is answering.

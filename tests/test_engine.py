@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 from typing import Any
 
@@ -15,11 +17,14 @@ from hypothesis import strategies as st
 from jev.api import compile_request
 from jev.model import DecisionModel
 
+from openjev_fast_plugin import engine as engine_module
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin import weights as model_weights
+from openjev_fast_plugin.build import BuildError
 from openjev_fast_plugin.engine import FastEngine
 from openjev_fast_plugin.ops import add_rms_norm_ref
-from openjev_fast_plugin.settings import Settings
+from openjev_fast_plugin.settings import BackendError, Settings
+from openjev_fast_plugin.takeover import accelerate
 
 PROPERTY = settings(
     max_examples=25,
@@ -34,6 +39,18 @@ def load(checkpoint, dtype: torch.dtype = torch.float32) -> DecisionModel:
     return model.float() if dtype == torch.float32 else model
 
 
+def engine_of(
+    checkpoint,
+    dtype: torch.dtype = torch.float32,
+    settings: Settings = Settings(),  # noqa: B008
+) -> FastEngine:
+    """An engine that keeps the model it was built for."""
+    model = load(checkpoint, dtype)
+    engine = FastEngine(model, settings)
+    engine.model = model
+    return engine
+
+
 @pytest.fixture(scope="module")
 def original(tiny_checkpoint) -> DecisionModel:
     return load(tiny_checkpoint)
@@ -41,7 +58,7 @@ def original(tiny_checkpoint) -> DecisionModel:
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint) -> FastEngine:
-    return FastEngine(load(tiny_checkpoint), Settings())
+    return engine_of(tiny_checkpoint)
 
 
 def probabilities(logits: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,7 +146,7 @@ def test_another_request_beside_it_changes_no_probability(engine, first, second)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_request_twice_is_bit_equal(tiny_checkpoint, dtype):
-    engine = FastEngine(load(tiny_checkpoint, dtype), Settings())
+    engine = engine_of(tiny_checkpoint, dtype)
     records = compile_request(text(90, 3), {"a": question("choice", 9, 1), "b": question("noul", 1, 2)})
     first, second = engine.score(records), engine.score(records)
     assert all(torch.equal(x, y) for x, y in zip(first.logits, second.logits, strict=True))
@@ -162,22 +179,27 @@ def rows_read_by_original(model: DecisionModel, records: list[dict[str, Any]]) -
 
 def rows_read_by_engine(engine: FastEngine, records: list[dict[str, Any]], monkeypatch) -> torch.Tensor:
     seen: list[torch.Tensor] = []
-    real = forward_module.head_score
+    real_head, real_forward = forward_module.head_score, engine_module.forward
 
-    def spy(residual, update, rows, norm_weight, *rest):
-        normed = add_rms_norm_ref(residual, update, norm_weight, rest[-1])[1]
-        seen.append(normed[rows.long()].double())
-        return real(residual, update, rows, norm_weight, *rest)
+    def head_score(residual, update, rows, norm_weight, *rest):
+        seen.append(add_rms_norm_ref(residual, update, norm_weight, rest[-1])[1][rows.long()].double())
+        return real_head(residual, update, rows, norm_weight, *rest)
+
+    def forward(weights, layout):
+        scores = real_forward(weights, layout)
+        seen[-1] = seen[-1][layout.candidate_read.long()]
+        return scores
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward_module, "head_score", spy)
+        patch.setattr(forward_module, "head_score", head_score)
+        patch.setattr(engine_module, "forward", forward)
         engine.score(records)
     return torch.cat(seen)
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_original(tiny_checkpoint, original, monkeypatch):
     rounded = load(tiny_checkpoint, torch.bfloat16)
-    fast = FastEngine(load(tiny_checkpoint, torch.bfloat16), Settings())
+    fast = engine_of(tiny_checkpoint, torch.bfloat16)
     ours = theirs = norm = 0.0
     for records in golden_requests():
         golden = rows_read_by_original(original, records)
@@ -197,7 +219,7 @@ def test_a_request_over_the_row_limit_runs_in_parts(tiny_checkpoint, engine, max
         text(25, 9),
         {"a": question("choice", 40, 1), "b": question("score", 10, 2), "c": question("noul", 1, 3)},
     )
-    limited = FastEngine(load(tiny_checkpoint), Settings(max_rows=max_rows))
+    limited = engine_of(tiny_checkpoint, settings=Settings(max_rows=max_rows))
     found, expected = limited.score(records), engine.score(records)
     assert found.stats["forwards"] > 1 or max_rows >= expected.stats["rows_computed"]
     assert found.input_tokens == expected.input_tokens
@@ -206,27 +228,98 @@ def test_a_request_over_the_row_limit_runs_in_parts(tiny_checkpoint, engine, max
 
 
 def test_a_prompt_longer_than_the_row_limit_is_refused_by_name(tiny_checkpoint):
-    limited = FastEngine(load(tiny_checkpoint), Settings(max_rows=50))
+    limited = engine_of(tiny_checkpoint, settings=Settings(max_rows=50))
     records = compile_request(text(100, 1), {"q": question("noul", 1, 2)})
     with pytest.raises(ValueError, match="50"):
         limited.score(records)
 
 
 def test_a_prompt_over_max_length_is_refused_as_the_original_does(tiny_checkpoint, original):
-    model = load(tiny_checkpoint)
-    engine = FastEngine(model, Settings())
+    engine = engine_of(tiny_checkpoint)
     records = compile_request(text(100, 1), {"q": question("noul", 1, 2)})
-    limit = model.max_length
-    model.max_length = original.max_length = 60
+    length = engine.score(records).input_tokens
+    limit = original.max_length
+    engine.model.max_length = original.max_length = length - 1
     try:
         with pytest.raises(ValueError) as theirs:
             original(records)
-        with pytest.raises(ValueError) as ours:
-            engine.score(records)
     finally:
-        model.max_length = original.max_length = limit
+        original.max_length = limit
+    with pytest.raises(ValueError) as ours:
+        engine.score(records)
     assert str(ours.value) == str(theirs.value)
+    engine.model.max_length = length
     assert engine.score(records).logits
+
+
+def test_no_records_are_refused_as_the_original_does(engine, original):
+    for score in (engine.score, original):
+        with pytest.raises(IndexError):
+            score([])
+
+
+def test_max_rows_follow_memory_and_never_fall_below_max_length(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(engine_module, "_available_memory", lambda: 0)
+    engine = engine_of(tiny_checkpoint)
+    assert engine.max_rows == 4096
+    engine.model.max_length = 16_384
+    assert engine.max_rows == engine.describe()["max_rows"] == 16_384
+    assert engine_of(tiny_checkpoint, settings=Settings(max_rows=50)).max_rows == 50
+    monkeypatch.setattr(engine_module, "_available_memory", lambda: 1 << 50)
+    assert engine_module.default_max_rows(engine._weights) == 262_144
+
+
+def test_available_memory_is_what_linux_estimates_or_half_of_what_there_is(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 7000 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(engine_module, "MEMINFO", meminfo)
+    assert engine_module._available_memory() == 7000 * 1024
+    meminfo.unlink()
+    monkeypatch.setattr(engine_module.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}.get)
+    assert engine_module._available_memory() == 50 * 4096
+
+
+def test_logits_are_ordinary_tensors_computed_without_autograd(engine, monkeypatch):
+    real = engine_module.forward
+
+    def forward(weights, layout):
+        assert torch.is_inference_mode_enabled()
+        return real(weights, layout)
+
+    monkeypatch.setattr(engine_module, "forward", forward)
+    for row in engine.score(
+        compile_request("State.", {"a": question("choice", 3, 1), "b": question("noul", 1, 2)})
+    ).logits:
+        assert not row.is_inference() and not row.requires_grad
+        (row.add_(1) * torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def test_order_and_number_of_candidates_change_no_bit(tiny_checkpoint):
+    engine = engine_of(tiny_checkpoint, torch.bfloat16)
+    (record,) = compile_request(text(40, 3), {"q": question("choice", 23, 1)})
+    (expected,) = engine.score([record]).logits
+    turned = {**record, "options": record["options"][::-1], "answer_keys": record["answer_keys"][::-1]}
+    assert torch.equal(engine.score([turned]).logits[0].flip(0), expected)
+    assert all(torch.equal(row, expected) for row in engine.score([record, record]).logits)
+
+
+def test_rotation_reads_whole_positions(tiny_checkpoint, monkeypatch):
+    engine = engine_of(tiny_checkpoint, torch.bfloat16)
+    seen = []
+    real = forward_module.attention_prepare
+
+    def attention_prepare(*arguments):
+        seen.append(arguments[6:8])
+        return real(*arguments)
+
+    monkeypatch.setattr(forward_module, "attention_prepare", attention_prepare)
+    rows = engine.score(compile_request(text(300, 1), {"q": question("noul", 1, 2)})).stats["rows_computed"]
+    assert rows > 520
+    original = load(tiny_checkpoint, torch.bfloat16).backbone.get_base_model().rotary_emb
+    for found, full in zip(
+        seen[0], original(torch.zeros(1).bfloat16(), torch.arange(rows)[None]), strict=True
+    ):
+        assert torch.equal(found, full[0, :, : found.shape[1]])
 
 
 def test_after_load_no_weight_exists_twice(tiny_checkpoint):
@@ -269,31 +362,80 @@ def test_lora_is_merged_in_float32_and_rounded_once(tiny_checkpoint):
     assert torch.equal(fused[expected.shape[0] : expected.shape[0] + plain.shape[0]], plain)
 
 
+# What becomes of the model
+
+
+def test_a_model_is_freed_with_its_last_reference(tiny_checkpoint):
+    gc.collect()
+    gc.disable()
+    try:
+        model = accelerate(load(tiny_checkpoint))
+        model(compile_request("State.", {"q": question("noul", 1, 1)}))
+        weights = weakref.ref(model.openjev_fast.engine._weights)
+        del model
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_model_taken_over_cannot_be_copied(tiny_checkpoint, duplicate):
+    with pytest.raises(TypeError, match="backend 'fast' cannot be copied or pickled"):
+        duplicate(accelerate(load(tiny_checkpoint)))
+    assert copy.deepcopy(accelerate(load(tiny_checkpoint), "torch")).openjev_fast.name == "torch"
+
+
 @pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            lambda model: setattr(model.backbone.get_base_model().config, "model_type", "llama"),
-            ["llama", "qwen3_5"],
-        ),
-        (
-            lambda model: setattr(model.backbone.get_base_model().config, "hidden_act", "gelu"),
-            ["hidden_act", "gelu"],
-        ),
-        (lambda model: model.half(), ["float16"]),
-        (lambda model: model.backbone.get_base_model().layers[1].float(), ["mix", "bfloat16", "float32"]),
-        (lambda model: model.head.to("meta"), ["meta"]),
-        (lambda model: setattr(model.backbone.peft_config["default"], "use_dora", True), ["use_dora"]),
-    ],
-    ids=["model_type", "activation", "float16", "mixed", "meta", "dora"],
+    "convert", [lambda model: model.float(), lambda model: model.half(), lambda model: model.to("meta")]
 )
-def test_a_model_it_cannot_take_is_refused_by_name_and_left_alone(tiny_checkpoint, change, words):
-    model = load(tiny_checkpoint, torch.bfloat16)
+def test_weights_can_neither_be_converted_nor_moved(tiny_checkpoint, convert):
+    model = accelerate(load(tiny_checkpoint, torch.bfloat16))
+    records = compile_request("State.", {"q": question("noul", 1, 1)})
+    expected = model(records)[0]
+    with pytest.raises(RuntimeError, match="holds the weights of this model as torch.bfloat16 on cpu"):
+        convert(model)
+    model.to("cpu").backbone.bfloat16()
+    assert torch.equal(model(records)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "head", torch.nn.Linear(64, 1)),
+        lambda model: model.head.double(),
+        lambda model: setattr(model, "backbone", torch.nn.Identity()),
+    ],
+    ids=["another_head", "head_converted", "another_backbone"],
+)
+def test_what_was_replaced_is_noticed(tiny_checkpoint, change):
+    model = accelerate(load(tiny_checkpoint))
     change(model)
-    before = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    reason = model_weights.refusal(model.backbone, model.head)
-    assert reason is not None and all(word in reason for word in words), reason
-    with pytest.raises(model_weights.UnsupportedModel) as refused:
-        FastEngine(model, Settings())
-    assert str(refused.value) == reason
-    assert {name: parameter.numel() for name, parameter in model.named_parameters()} == before
+    with pytest.raises(RuntimeError, match="replaced, converted or moved"):
+        model(compile_request("State.", {"q": question("noul", 1, 1)}))
+
+
+def test_a_head_changed_in_place_is_the_one_that_scores(tiny_checkpoint):
+    model = accelerate(load(tiny_checkpoint))
+    model.head.load_state_dict(
+        {"weight": torch.zeros(model.head.weight.shape), "bias": torch.full((1,), 2.5)}
+    )
+    assert model(compile_request("State.", {"q": question("choice", 2, 1)}))[0].tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    "error", [model_weights.UnsupportedModel("no room"), BuildError("no nvcc")], ids=repr
+)
+def test_an_engine_that_cannot_be_built_changes_nothing(tiny_checkpoint, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    model = load(tiny_checkpoint)
+    before = model.backbone
+    monkeypatch.setattr(engine_module, "portable_ops", fails)
+    with pytest.raises(BackendError, match=f"backend 'fast' cannot take this model: {error}"):
+        accelerate(model)
+    records = compile_request("State.", {"q": question("noul", 1, 1)})
+    assert model.backbone is before and getattr(model, "openjev_fast", None) is None
+    expected = model(records)[0]
+    assert accelerate(model, "auto").openjev_fast.describe()["reason"] == f"fast: {error}"
+    assert torch.equal(model(records)[0], expected)

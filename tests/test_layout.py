@@ -3,13 +3,12 @@ import pytest
 import torch
 from decisions import question, text
 from jev.api import compile_request
-from test_engine import load
+from test_engine import engine_of
 
-from openjev_fast_plugin.engine import FastEngine
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
-from openjev_fast_plugin.settings import Settings
+from openjev_fast_plugin.ops import plan_attention, plan_delta_rule
 
 
 def sequences(seed: int = 0) -> list[np.ndarray]:
@@ -55,7 +54,7 @@ def test_a_bucket_rounds_sizes_up_and_shares_shapes():
 
 @pytest.mark.parametrize("rows", [2, 8, 64])
 def test_padding_changes_no_score(tiny_checkpoint, rows):
-    weights = FastEngine(load(tiny_checkpoint), Settings())._weights
+    weights = engine_of(tiny_checkpoint)._weights
     forest = build_forest(sequences())
     with torch.inference_mode():
         expected = forward(weights, build_layout(forest))
@@ -64,8 +63,34 @@ def test_padding_changes_no_score(tiny_checkpoint, rows):
     torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_padding_rows_are_a_root_of_their_own():
+    forest = build_forest(sequences())
+    rows, nodes = len(forest.token), len(forest.node_start)
+    layout = build_layout(forest, Bucket(rows=64))
+    extra = layout.rows - rows
+    assert extra > 3
+    assert layout.position[rows:].tolist() == list(range(extra))
+    chain = [
+        [back if back >= rows else -1 for back in (row - 1, row - 2, row - 3)]
+        for row in range(rows, layout.rows)
+    ]
+    assert layout.predecessor[rows:].tolist() == chain
+    tables = (
+        np.append(forest.node_start, rows),
+        np.append(forest.node_length, extra),
+        np.append(forest.node_parent, -1),
+    )
+    every, node = np.arange(layout.rows), np.append(forest.node, [nodes] * extra)
+    cpu = torch.device("cpu")
+    delta = plan_delta_rule(*tables, layout.delta.chunk_size, cpu)
+    attention = plan_attention(*tables, every, node, cpu)
+    for found, expected in ((layout.delta, delta), (layout.attention, attention)):
+        for name, table in expected._asdict().items():
+            assert np.array_equal(getattr(found, name), table), name
+
+
 def test_real_requests_keep_their_order_of_candidates(tiny_checkpoint):
-    engine = FastEngine(load(tiny_checkpoint), Settings())
+    engine = engine_of(tiny_checkpoint)
     records = compile_request(text(12, 1), {"a": question("choice", 5, 1), "b": question("noul", 1, 2)})
     flat = [sequence for group in engine._encoder.encode(records) for sequence in group]
     forest = build_forest(flat)

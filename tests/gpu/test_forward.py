@@ -54,7 +54,7 @@ def rows_read(weights: Weights, layout: Layout, monkeypatch) -> torch.Tensor:
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(forward_module, "head_score", spy)
         forward(weights, layout.to(DEVICE))
-    return seen[0]
+    return seen[0][layout.candidate_read.long()]
 
 
 def rows_read_by_original(model, sequences) -> torch.Tensor:
