@@ -59,6 +59,27 @@ def test_op_matches_reference(rows, dtype):
         assert_close(found, expected, rtol=rtol, atol=1e-6, what=name)
 
 
+@pytest.mark.parametrize("prepare", [delta_prepare, delta_prepare_ref])
+def test_short_heads_stay_short(prepare):
+    given = inputs(9, 2, 16, 4, 8, torch.float32)
+    given["qkv"] = given["qkv"] * 1e-4
+    q, k, v, _, _ = prepare(**given)
+    conv = F.conv1d(given["qkv"].t()[None], given["conv_weight"][:, None], padding=3, groups=96)[:, :, :9]
+    mixed = F.silu(conv)[0].t()
+    expected = l2norm(mixed[:, :64].reshape(9, 4, 16))
+    assert expected.norm(dim=-1).max() < 0.95
+    assert_close(torch.cat([q, k], dim=1), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("prepare", [delta_prepare, delta_prepare_ref])
+def test_beta_is_rounded_to_the_model_dtype(prepare):
+    given = inputs(65, 2, 16, 6, 24, torch.bfloat16)
+    beta = prepare(**given)[4]
+    assert beta.dtype == torch.float32 and torch.equal(beta, beta.bfloat16().float())
+    # A sigmoid next to the middle of two values may round either way.
+    assert_close(beta, given["b"].float().sigmoid(), rtol=2**-8, atol=0)
+
+
 def test_rows_take_their_predecessors_from_the_tree():
     # Rows 0-4 are a node; rows 5-6 and 7-8 are its children.
     tree = inputs(9, 2, 16, 4, 8, torch.float32)

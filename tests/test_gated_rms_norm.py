@@ -5,7 +5,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from openjev_fast_plugin.ops import gated_rms_norm, gated_rms_norm_ref
 
-EPS = 1e-6
+# Far larger than the models', so that it shows.
+EPS = 1e-2
 
 
 def test_reference_is_the_upstream_norm_in_float32():

@@ -4,7 +4,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from openjev_fast_plugin.ops import head_score, head_score_ref
 
-EPS = 1e-6
+# Far larger than the models', so that it shows.
+EPS = 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

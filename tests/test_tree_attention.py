@@ -78,6 +78,15 @@ def test_long_nodes_are_cut_into_blocks(nodes):
     assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
+def test_far_apart_queries_are_cut_into_blocks():
+    tree = Tree.of((1, -1), *[(90, 0)] * 14)
+    rows = tree.start + tree.length - 1
+    plan = plan_attention(*tree.nodes, rows, tree.node_of_row[rows], CPU)
+    assert int((plan.block_own[:, 1] - plan.block_own[:, 0]).max()) in range(900, 1025)
+    found, expected = run(inputs(len(rows), tree.rows), tree, rows)
+    assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
 def test_bfloat16_rounds_output_gate_and_product():
     tree = TREES["example"]
     rows = np.arange(tree.rows)
