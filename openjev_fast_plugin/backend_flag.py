@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ HELP = (
 
 # Target module -> why it could not be patched.
 failures: dict[str, str] = {}
+
+# What the `--backend` of the program that was started takes by itself; empty where the flag is ours.
+host_choices: tuple = ()
 
 
 @dataclass
@@ -97,21 +100,72 @@ def is_program(namespace: dict[str, Any]) -> bool:
     return namespace.get("__name__") in PROGRAMS or getattr(spec, "name", None) in PROGRAMS
 
 
-def _parse(original, parser, args, namespace, *rest, **more):
-    global _parsed
-    arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
+class _Choices:
+    """What `--backend` takes: what the host's own does, then ours. The plugins of others are loaded once a
+    name is asked for that is none of these, or the help."""
+
+    def __init__(self, host: Iterable = ()):
+        self.host = tuple(host)
+        self._ours = list(BUILT_IN)
+
+    def __iter__(self) -> Iterator:
+        return iter(dict.fromkeys([*self.host, *self._ours]))
+
+    def __contains__(self, name: Any) -> bool:
+        if name in [*self]:
+            return True
+        failed = self.load()
+        if name in [*self]:
+            return True
+        for plugin_name, reason in failed.items():
+            log.warning("openjev-fast: plugin %r failed to load: %s", plugin_name, reason)
+        return False
+
+    def load(self) -> dict[str, str]:
+        """Find everybody's names; returns why a plugin offers none, by the plugin's name."""
+        try:
+            from . import plugin
+
+            self._ours = plugin.names()
+            return plugin.load_failures()
+        except Exception as error:
+            log.warning("openjev-fast: plugins cannot be listed: %s", error)
+            return {}
+
+
+def _add_flag(parser) -> argparse.Action:
+    """The flag, or the host's own with our choices added."""
     action = parser._option_string_actions.get("--backend")
-    ours = _names(arguments)
     if action is None:
-        action = parser.add_argument("--backend", choices=ours, default=argparse.SUPPRESS, help=HELP)
-        action.host_choices = ()
-    elif not hasattr(action, "host_choices"):
-        # The host's own flag: a host that takes any value (no choices) already takes ours.
-        action.host_choices = tuple(action.choices or ())
-    if action.host_choices:
-        action.choices = [*action.host_choices, *(name for name in ours if name not in action.host_choices)]
-    elif action.choices is not None:
-        action.choices = ours
+        choices = _Choices()
+        action = parser.add_argument("--backend", choices=choices, default=argparse.SUPPRESS, help=HELP)
+        matches = parser._get_option_tuples
+
+        def without_ours(option_string):
+            # An abbreviation that means a flag of the host goes on meaning that flag.
+            found = matches(option_string)
+            return [match for match in found if match[0] is not action] or found
+
+        parser._get_option_tuples = without_ours
+    elif action.choices is None or isinstance(action.choices, _Choices):
+        # A host that takes any value already takes ours.
+        return action
+    else:
+        choices = action.choices = _Choices(action.choices)
+    format_help = parser.format_help
+
+    def format_help_with_all_choices():
+        choices.load()
+        return format_help()
+
+    parser.format_help = format_help_with_all_choices
+    return action
+
+
+def _parse(original, parser, args, namespace, *rest, **more):
+    global _parsed, host_choices
+    action = _add_flag(parser)
+    host_choices = action.choices.host if isinstance(action.choices, _Choices) else ()
 
     # A value that parsing leaves in place was not typed; then the host's default goes where it would have.
     namespace = argparse.Namespace() if namespace is None else namespace
@@ -119,41 +173,36 @@ def _parse(original, parser, args, namespace, *rest, **more):
         setattr(namespace, action.dest, _UNTYPED)
     parsed, extras = original(parser, args, namespace, *rest, **more)
     typed = getattr(parsed, action.dest, _UNTYPED) is not _UNTYPED
+    selection = resolve(flag=getattr(parsed, action.dest) if typed else None)
     if not typed:
-        _set_default(parser, action, parsed)
+        if selection is not None and action.choices is not None and selection.name not in action.choices:
+            raise SystemExit(
+                f"openjev-fast: {origin(selection)}: {parser.prog} has no backend {selection.name!r}: "
+                f"choose from {', '.join(map(str, action.choices))}"
+            )
+        _set_default(parser, action, parsed, selection)
     _parsed = _Parsed(getattr(parsed, action.dest, None), typed)
 
-    selection = resolve(flag=_parsed.value if typed else None)
-    if failures and selection is not None and not _is_host_s(selection.name, action.host_choices):
+    if failures and selection is not None and selection.name != ORIGINAL and not is_host_s(selection.name):
         parser.error(_stop(selection))
     return parsed, extras
 
 
-def _names(arguments: list[str]) -> list[str]:
-    """The choices to show. Other plugins are loaded only when the flag or the help is asked for."""
-    if any(argument.startswith(("--b", "-h", "--h")) for argument in arguments):
-        try:
-            from . import plugin
-
-            for name, reason in plugin.plugin_manager().load_failures.items():  # type: ignore[attr-defined]
-                log.warning("openjev-fast: plugin %r failed to load: %s", name, reason)
-            return [ORIGINAL, *plugin.backends(), AUTO]
-        except Exception as error:
-            log.warning("openjev-fast: plugins cannot be listed: %s", error)
-    return list(BUILT_IN)
-
-
-def _set_default(parser, action, parsed) -> None:
+def _set_default(parser, action, parsed, selection: Selection | None) -> None:
     delattr(parsed, action.dest)
     default = parser._defaults.get(action.dest, action.default)
+    if selection is not None and is_host_s(selection.name):
+        # The host's own choice is the host's to follow, whoever made it.
+        default = selection.name
     if default is not argparse.SUPPRESS:
         setattr(
             parsed, action.dest, parser._get_value(action, default) if isinstance(default, str) else default
         )
 
 
-def _is_host_s(name: str, host_choices: tuple) -> bool:
-    return name == ORIGINAL or (name in host_choices and name not in BUILT_IN)
+def is_host_s(name: str) -> bool:
+    """Whether the program that was started has a backend of this name that is none of ours: the host's to run."""
+    return name in host_choices and (name == ORIGINAL or name not in BUILT_IN)
 
 
 def split(backend: str | None) -> tuple[str | None, str | None]:
@@ -174,7 +223,7 @@ def split(backend: str | None) -> tuple[str | None, str | None]:
 _GUARDED = {"jev.serving": ("load_predictor",), "jev.model": ("DecisionModel", "load")}
 
 
-def failed(name: str, module: Any, error: Exception) -> Callable[[], None] | None:
+def failed(name: str, module: Any, error: Exception) -> Callable[[], None]:
     """Note a failed patch. Its function goes on as it is, unless a backend is asked for: then it stops.
 
     Returns the undo. Raises only if there is no function to guard and the environment asks for a backend."""
@@ -184,8 +233,12 @@ def failed(name: str, module: Any, error: Exception) -> Callable[[], None] | Non
         else (f"{name}: the patch failed with {type(error).__name__}: {error}")
     )
     log.debug("openjev-fast: %s", failures[name])
+
+    def forget():
+        failures.pop(name, None)
+
     if name not in _GUARDED or module is None:
-        return None
+        return forget
     *path, attribute = _GUARDED[name]
     holder = module
     for part in path:
@@ -196,13 +249,13 @@ def failed(name: str, module: Any, error: Exception) -> Callable[[], None] | Non
         selection = resolve()
         if selection is not None and selection.name != ORIGINAL:
             raise BackendError(_stop(selection)) from error
-        return None
+        return forget
     guarded = _guard(inner, takes_backend=name == "jev.serving")
     replacement = type(known)(guarded) if isinstance(known, classmethod | staticmethod) else guarded
     setattr(holder, attribute, replacement)
 
     def undo():
-        failures.pop(name, None)
+        forget()
         if vars(holder).get(attribute) is replacement:
             setattr(holder, attribute, known)
 
@@ -231,7 +284,7 @@ def _guard(function: Callable, takes_backend: bool) -> Callable:
             flag, _ = split(None)
             checkpoint = args[1] if len(args) > 1 else arguments.get("output", arguments.get("path"))
             selection = resolve(flag, None, checkpoint)
-        if selection is not None and selection.name != ORIGINAL:
+        if selection is not None and selection.name != ORIGINAL and not is_host_s(selection.name):
             stop(BackendError(_stop(selection)), sys._getframe(1))
         if around is None and takes_backend:
             with decided(None):

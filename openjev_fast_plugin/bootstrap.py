@@ -15,11 +15,14 @@ _TARGETS = {"jev.serving": "jev_serving", "jev.model": "jev_model"}
 # Modules with an argument parser: asking for their spec comes before their code, also under `python -m`.
 _PROGRAMS = ("jev.server", "jev.predict")
 _watched = {*_TARGETS, *_PROGRAMS}
-_undo: list = []
+# What was changed -> its undo, in the order of the changes.
+_undo: dict = {}
 
 
 class _Loader:
-    """The real loader, except that executing the module is followed by its patch. Gone once used."""
+    """The real loader, except that executing the module is followed by its patch. Gone once used.
+
+    When the module is reloaded, its patch is taken off first and put on what it has become."""
 
     def __init__(self, loader):
         self._loader = loader
@@ -31,9 +34,18 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
+        name = module.__spec__.name
         module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _patch(module.__spec__.name, module)
+        undo = _undo.pop(name, None)
+        if undo is not None:
+            undo()
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            if undo is not None:
+                _patch(name, module)
+            raise
+        _patch(name, module)
 
 
 class _Finder:
@@ -88,7 +100,7 @@ def uninstall():
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     while _undo:
-        _undo.pop()()
+        _undo.popitem()[1]()
     _TARGETS.pop("jev.server", None)
 
 
@@ -106,7 +118,7 @@ def _watch_arguments():
         # Without the flag, argparse itself refuses `--backend fast`.
         return
     if undo is not None:
-        _undo.append(undo)
+        _undo["arguments"] = undo
 
 
 def _patch(name, module):
@@ -117,7 +129,7 @@ def _patch(name, module):
     except Exception as error:
         _report(name, module, error)
     else:
-        _undo.append(undo)
+        _undo[name] = undo
 
 
 def _report(name, module, error):
@@ -125,6 +137,4 @@ def _report(name, module, error):
         from . import backend_flag
     except Exception:
         return
-    undo = backend_flag.failed(name, module, error)
-    if undo is not None:
-        _undo.append(undo)
+    _undo[name] = backend_flag.failed(name, module, error)

@@ -1,6 +1,7 @@
 """Our own plugin, and the manager that finds everybody's. Imports no torch."""
 
 import functools
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -52,42 +53,52 @@ def plugin_manager() -> pluggy.PluginManager:
         try:
             manager.register(entry_point.load(), name=entry_point.name)
             manager.check_pending()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             manager.unregister(name=entry_point.name) if manager.has_plugin(entry_point.name) else None
             manager.load_failures[entry_point.name] = f"{type(error).__name__}: {error}"  # type: ignore[attr-defined]
     return manager
 
 
+def load_failures() -> dict[str, str]:
+    """Why a plugin offers no backends, by the plugin's name."""
+    return plugin_manager().load_failures  # type: ignore[attr-defined]
+
+
 def backends() -> dict[str, Backend]:
     """Every registered backend by name, ours first."""
     found: dict[str, Backend] = {}
-    # pluggy calls the last registered first.
-    for offered in reversed(plugin_manager().hook.openjev_fast_backends()):
-        for backend in offered:
-            if backend.name in (ORIGINAL, AUTO):
+    # One by one, in the order of registration: a hook that fails takes no other plugin's backends away.
+    for implementation in plugin_manager().hook.openjev_fast_backends.get_hookimpls():
+        function: Any = implementation.function
+        try:
+            offered = [(backend.name, backend) for backend in function() or ()]
+        except (Exception, SystemExit) as error:
+            load_failures()[implementation.plugin_name] = f"{type(error).__name__}: {error}"
+            continue
+        for name, backend in offered:
+            if name in (ORIGINAL, AUTO):
+                raise BackendError(f"{_where(backend)} registers a backend under the reserved name {name!r}")
+            if name in found:
                 raise BackendError(
-                    f"{_where(backend)} registers a backend under the reserved name {backend.name!r}"
+                    f"two plugins register a backend named {name!r}: "
+                    f"{_where(found[name])} and {_where(backend)}"
                 )
-            if backend.name in found:
-                raise BackendError(
-                    f"two plugins register a backend named {backend.name!r}: "
-                    f"{_where(found[backend.name])} and {_where(backend)}"
-                )
-            found[backend.name] = backend
+            found[name] = backend
     return found
 
 
 def names() -> list[str]:
     """What `--backend` accepts, without what the host adds."""
-    return [ORIGINAL, AUTO, *backends()]
+    return [ORIGINAL, *backends(), AUTO]
 
 
-def find(name: str) -> Backend:
+def find(name: str, host_choices: Iterable[str] = ()) -> Backend:
+    """The backend of this name. BackendError, with the choices (the host's own too), when there is none."""
     found = backends()
     if name in found:
         return found[name]
-    message = f"unknown backend {name!r}: choose from {', '.join([ORIGINAL, AUTO, *found])}"
-    for plugin_name, reason in plugin_manager().load_failures.items():  # type: ignore[attr-defined]
+    message = f"unknown backend {name!r}: choose from {', '.join(dict.fromkeys([*host_choices, *names()]))}"
+    for plugin_name, reason in load_failures().items():
         message += f"; plugin {plugin_name!r} failed to load: {reason}"
     raise BackendError(message)
 

@@ -6,6 +6,7 @@ or not at all, and hands back `undo`. No maths here. Installed as `openjev_fast_
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import types
@@ -33,36 +34,48 @@ class Known:
 
     Names, order and kinds must be these. With `grows` the replacement passes everything on, so defaults are
     free and further parameters that have one are accepted; without, the defaults must be these and nothing is
-    added. `a|b`: either name will do, for a parameter that is always found by its position.
+    added. `starred` holds `*args` and `**kwargs`. `a|b`: either name will do, for a parameter that is always
+    found by its position.
     """
 
     target: str
     positional: tuple[str, ...] = ()
     keyword_only: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
+    starred: tuple[str, ...] = ()
     grows: bool = False
 
     def verify(self, function: Any) -> None:
         """Raise UnknownUpstream unless `function` is a plain function with this signature."""
-        if not isinstance(function, types.FunctionType):
-            raise UnknownUpstream(self.target, str(self), "nothing" if function is None else repr(function))
+        verify_any((self,), function)
+
+    def fits(self, function: types.FunctionType) -> bool:
         positional, keyword_only, defaults, starred = _parts(function)
         first = positional[: len(self.positional)]
         extra = {*positional[len(first) :], *keyword_only} - set(self.keyword_only)
-        known = (
+        return (
             len(first) == len(self.positional)
             and all(name in names.split("|") for name, names in zip(first, self.positional, strict=True))
             and set(keyword_only) >= set(self.keyword_only)
-            and not starred
+            and starred == self.starred
             and (extra <= set(defaults) if self.grows else not extra and defaults == dict(self.defaults))
         )
-        if not known:
-            raise UnknownUpstream(self.target, str(self), _text(positional, keyword_only, defaults, starred))
 
     def __str__(self) -> str:
-        return _text(
-            self.positional, self.keyword_only, self.defaults, ("further=...",) if self.grows else ()
-        )
+        further = ("further=...",) if self.grows else ()
+        return _text(self.positional, self.keyword_only, self.defaults, self.starred + further)
+
+
+def verify_any(forms: tuple[Known, ...], function: Any) -> None:
+    """Raise UnknownUpstream unless `function` is a plain function with one of these signatures of a target."""
+    expected = " or ".join(map(str, forms))
+    if not isinstance(function, types.FunctionType):
+        found = "nothing" if function is None else repr(function)
+    elif not any(form.fits(function) for form in forms):
+        found = _text(*_parts(function))
+    else:
+        return
+    raise UnknownUpstream(forms[0].target, expected, found)
 
 
 def _parts(function: types.FunctionType) -> tuple[tuple, tuple, dict, tuple]:
@@ -115,20 +128,26 @@ class Changes:
 
         self._undo.append(undo)
 
-    def rebind(self, home: types.ModuleType, name: str, new: Any) -> None:
-        """Replace a function in its module and wherever `from module import name` has put it.
+    def rebind(self, home: types.ModuleType, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Wrap a function in its module and wherever `from module import name` has put it.
 
-        The undo looks again, for those who imported it since.
+        Who imported it before its module was reloaded holds another function: that one is wrapped as well.
+        The undo looks again, for those who imported a wrapper since.
         """
-        old = vars(home)[name]
 
         def swap(found: Any, other: Any) -> None:
-            for module in _modules_holding(name, found):
-                setattr(module, name, other)
+            for module, held in _holders(name):
+                if held is found:
+                    setattr(module, name, other)
 
-        self.replace(home, name, new)
-        swap(old, new)
-        self._undo.append(lambda: swap(new, old))
+        old = vars(home)[name]
+        functions = [held for _, held in _holders(name) if isinstance(held, types.FunctionType)]
+        for function in {old, *(each for each in functions if each.__module__ == old.__module__)}:
+            wrapper = wrap(function)
+            if function is old:
+                self.replace(home, name, wrapper)
+            swap(function, wrapper)
+            self._undo.append(functools.partial(swap, wrapper, function))
 
     def undo(self) -> None:
         """Put the originals back, last first. What somebody else has replaced since is left to them."""
@@ -143,11 +162,10 @@ class Changes:
             self.undo()
 
 
-def _modules_holding(name: str, value: Any) -> Iterator[types.ModuleType]:
+def _holders(name: str) -> Iterator[tuple[types.ModuleType, Any]]:
+    """The loaded modules with a global of this name, and its value."""
     for module in list(sys.modules.values()):
         # Asking a lazily loaded module for an attribute would load it.
-        if (
-            isinstance(module, types.ModuleType)
-            and object.__getattribute__(module, "__dict__").get(name) is value
-        ):
-            yield module
+        space = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else {}
+        if name in space:
+            yield module, space[name]

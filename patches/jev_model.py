@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,9 @@ LOAD = Known(
     grows=True,
 )
 
+# Every class there is of this name: who imported it before its module was reloaded holds another one.
+_classes: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def apply(module: ModuleType) -> Callable[[], None]:
     model_class = vars(module).get("DecisionModel")
@@ -35,8 +39,10 @@ def apply(module: ModuleType) -> Callable[[], None]:
     if hasattr(original.__func__, "openjev_fast"):
         return lambda: None
     LOAD.verify(original.__func__)
+    _classes.add(model_class)
     with Changes() as changes:
-        changes.replace(model_class, "load", classmethod(_load(original.__func__)))
+        for each in _classes:
+            changes.replace(each, "load", classmethod(_load(vars(each)["load"].__func__)))
     return changes.undo
 
 
@@ -50,7 +56,7 @@ def _load(original: Callable) -> Callable:
             flag, _ = backend_flag.split(None)
             checkpoint = args[0] if args else arguments.get("output", arguments.get("path"))
             selection = resolve(flag, None, checkpoint)
-        if selection is None or selection.name == ORIGINAL:
+        if selection is None or selection.name == ORIGINAL or backend_flag.is_host_s(selection.name):
             return original(cls, *args, **arguments)
 
         # Not before somebody asks for a backend.

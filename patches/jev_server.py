@@ -31,17 +31,15 @@ MAKE_SERVER = Known(
 
 def verify() -> None:
     """Raise UnknownUpstream if a server module is loaded whose `make_server` we do not know."""
-    for module in _server_modules():
-        make_server = vars(module).get("make_server")
-        if not hasattr(make_server, "openjev_fast"):
-            MAKE_SERVER.verify(make_server)
+    for module in _unpatched():
+        MAKE_SERVER.verify(vars(module).get("make_server"))
 
 
 def install() -> None:
     """Patch the server modules that are loaded, and those that will be."""
     bootstrap.also_patch_server()
-    for module in _server_modules():
-        bootstrap._undo.append(apply(module))
+    for module in _unpatched():
+        bootstrap._undo[module.__name__] = apply(module)
 
 
 def apply(module: ModuleType) -> Callable[[], None]:
@@ -49,19 +47,19 @@ def apply(module: ModuleType) -> Callable[[], None]:
     if hasattr(original, "openjev_fast"):
         return lambda: None
     MAKE_SERVER.verify(original)
-    assert original is not None
     with Changes() as changes:
-        changes.rebind(module, "make_server", _make_server(original))
+        changes.rebind(module, "make_server", _make_server)
     return changes.undo
 
 
-def _server_modules() -> Iterator[ModuleType]:
-    main = sys.modules.get("__main__")
-    if main is not None and getattr(getattr(main, "__spec__", None), "name", None) == "jev.server":
-        yield main
-    imported = sys.modules.get("jev.server")
-    if imported is not None:
-        yield imported
+def _unpatched() -> Iterator[ModuleType]:
+    """The server modules that are loaded and have their own `make_server`."""
+    main, imported = sys.modules.get("__main__"), sys.modules.get("jev.server")
+    if getattr(getattr(main, "__spec__", None), "name", None) != "jev.server":
+        main = None
+    for module in (main, imported):
+        if module is not None and not hasattr(vars(module).get("make_server"), "openjev_fast"):
+            yield module
 
 
 def _make_server(original: Callable) -> Callable:

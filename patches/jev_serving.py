@@ -40,9 +40,8 @@ def apply(module: ModuleType) -> Callable[[], None]:
     if hasattr(original, "openjev_fast"):
         return lambda: None
     LOAD_PREDICTOR.verify(original)
-    assert original is not None
     with Changes() as changes:
-        changes.rebind(module, "load_predictor", _load_predictor(original))
+        changes.rebind(module, "load_predictor", _load_predictor)
     return changes.undo
 
 
@@ -83,10 +82,11 @@ def _is_ours(selection: Selection, host_has_backend: bool) -> bool:
 
     if selection.name == AUTO or selection.name in plugin.backends():
         return True
-    if host_has_backend:
+    hosts = backend_flag.host_choices
+    if host_has_backend and (not hosts or selection.name in hosts):
         return False
     # Raises: nobody knows this name.
-    return plugin.find(selection.name) is not None
+    return plugin.find(selection.name, hosts) is not None
 
 
 def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], selection: Selection) -> Any:

@@ -1,7 +1,8 @@
 """Small hosts and interpreters for the tests of how the plugin gets in. No torch.
 
 A host here is a package `jev` with the names the plugin relies on and a model that needs no weights, in the
-flavours `pinned`, `later` (its own `--backend`) and `changed` (`load_predictor` as no version has it).
+flavours `pinned`, `later` (its own `--backend`; `later-everywhere`: also of `jev.predict`) and `changed`
+(`load_predictor` as no version has it).
 """
 
 import contextlib
@@ -119,6 +120,8 @@ def make_server(predictor, host="127.0.0.1", port=8791, *, static_root=None, max
             pass
 
         def do_GET(self):
+            if self.path == "/v1/models":
+                return self.send(200, {"models": [{"name": predictor.model_name}]})
             if self.path != "/health":
                 return self.send(404, {"error": "not found"})
             self.send(200, {"status": "ready", "model": predictor.model_name, "method": predictor.method})
@@ -138,12 +141,13 @@ def main():
     parser.add_argument("--revision")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8791)
     FLAG
     args = vars(parser.parse_args())
-    port = args.pop("port")
+    host, port = args.pop("host"), args.pop("port")
     predictor = load_predictor(**args)
-    server = make_server(predictor, "127.0.0.1", port)
+    server = make_server(predictor, host, port)
     print(json.dumps({"url": f"http://127.0.0.1:{server.server_port}"}), flush=True)
     try:
         server.serve_forever()
@@ -169,10 +173,12 @@ from .model import DecisionModel
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", required=True)
+    FLAG
     args = parser.parse_args()
     model = DecisionModel.load(args.checkpoint)
     rows = model([{"id": "a"}, {"id": "b"}])
-    print(json.dumps({"rows": rows, "stats": getattr(model, "last_stats", None)}))
+    backend = getattr(args, "backend", None)
+    print(json.dumps({"rows": rows, "stats": getattr(model, "last_stats", None), "backend": backend}))
 
 if __name__ == "__main__":
     main()
@@ -183,12 +189,14 @@ def write_host(folder: Path, flavour: str = "pinned") -> Path:
     """The folder for PYTHONPATH."""
     package = folder / "jev"
     package.mkdir(parents=True)
-    serving = SERVING.replace("SIGNATURE", SIGNATURES[flavour]).replace(
+    later = flavour.startswith("later")
+    serving = SERVING.replace("SIGNATURE", SIGNATURES["later" if later else flavour]).replace(
         "PROVENANCE",
-        'provenance["host_backend"] = CHOICES[CHOICES.index(backend)]' if flavour == "later" else "pass",
+        'provenance["host_backend"] = CHOICES[CHOICES.index(backend)]' if later else "pass",
     )
-    server = SERVER.replace("FLAG", LATER_FLAG if flavour == "later" else "pass")
-    texts = {"__init__": "", "model": MODEL, "serving": serving, "server": server, "predict": PREDICT}
+    server = SERVER.replace("FLAG", LATER_FLAG if later else "pass")
+    predict = PREDICT.replace("FLAG", LATER_FLAG if flavour == "later-everywhere" else "pass")
+    texts = {"__init__": "", "model": MODEL, "serving": serving, "server": server, "predict": predict}
     for name, text in texts.items():
         (package / f"{name}.py").write_text(text)
     return folder

@@ -20,6 +20,7 @@ from hosts import (
 
 REQUEST = {"records": [{"id": "a"}, {"id": "b", "kind": "noul"}] * 20}
 OURS = "one-by-one"
+FLAVOURS = ("pinned", "later", "later-everywhere", "changed")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def bare_python(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hosts")
-    return {flavour: write_host(folder / flavour, flavour) for flavour in ("pinned", "later", "changed")}
+    return {flavour: write_host(folder / flavour, flavour) for flavour in FLAVOURS}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,67 @@ def test_modules_keep_their_own_loader(python):
     check(python, code)
 
 
+def test_reloading(python, checkpoint):
+    code = f"""
+        import importlib, logging
+        logging.basicConfig()
+        import jev.model, jev.serving, jev.server, jev.predict
+        from jev.model import DecisionModel as early
+        from openjev_fast_plugin import bootstrap
+        first = jev.server.load_predictor.__wrapped__
+        length = len(bootstrap._undo)
+        for _ in range(3):
+            for module in (jev.model, jev.serving, jev.predict):
+                importlib.reload(module)
+        assert len(bootstrap._undo) == length
+        # Who imported them before goes on with those, and with the plugin.
+        assert jev.server.load_predictor.__wrapped__ is first is not jev.serving.load_predictor.__wrapped__
+        assert early is not jev.model.DecisionModel
+        for load in (jev.server.load_predictor, jev.serving.load_predictor, early.load, jev.model.DecisionModel.load):
+            assert load.openjev_fast
+        # Every load of a backend patches the server, once.
+        for _ in range(2):
+            jev.server.load_predictor(checkpoint={str(checkpoint)!r}, backend={OURS!r})
+            importlib.reload(jev.server)
+        assert jev.server.make_server.openjev_fast and len(bootstrap._undo) == length + 1
+        bootstrap.uninstall()
+        for function in (jev.server.load_predictor, jev.serving.load_predictor, jev.server.make_server,
+                         early.load, jev.model.DecisionModel.load):
+            assert not hasattr(function, "openjev_fast")
+    """
+    result = run(python, "-c", "\n".join(line[8:] for line in code.splitlines()), path=(HOSTS["pinned"],))
+    assert result.stderr == "" and result.returncode == 0
+
+
+def test_a_reload_that_fails_keeps_the_patch(python, tmp_path):
+    host = write_host(tmp_path / "host")
+    code = f"""
+        import importlib, pathlib, sys
+        sys.dont_write_bytecode = True
+        import jev.serving
+        before = jev.serving.load_predictor.__wrapped__
+        file = pathlib.Path({str(host)!r}, "jev", "serving.py")
+        text = file.read_text()
+        file.write_text("1 / 0")
+        try:
+            importlib.reload(jev.serving)
+        except ZeroDivisionError:
+            assert jev.serving.load_predictor.__wrapped__ is before
+            # A patch that fails is forgotten when the next one does not.
+            file.write_text(text.replace("def load_predictor(*, ", "def load_predictor("))
+            importlib.reload(jev.serving)
+            from openjev_fast_plugin import backend_flag, bootstrap
+            assert list(backend_flag.failures) == ["jev.serving"]
+            file.write_text(text + "# whole again")
+            importlib.reload(jev.serving)
+            assert not backend_flag.failures and jev.serving.load_predictor.openjev_fast
+            bootstrap.uninstall()
+            assert not hasattr(jev.serving.load_predictor, "__wrapped__")
+            print("done")
+    """
+    assert check(python, code, host=host) == "done\n"
+
+
 def test_another_hook_that_asks_every_other_finder(python):
     code = """
         import sys
@@ -181,6 +243,34 @@ def test_programs_imported_before_the_hook(python, checkpoint):
         jev.predict.main()
     """
     assert json.loads(check(python, code, options=("-S",)))["stats"]["forwards"] == 2
+
+
+def test_abbreviations_keep_their_meaning(python):
+    code = """
+        import argparse, importlib.util
+        importlib.util.find_spec("jev.server")
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--batch-size", type=int)
+        parser.add_argument("--base")
+        def parsed(*arguments):
+            space = {"__name__": "jev.server", "parser": parser, "arguments": arguments}
+            return {key: value for key, value in vars(eval("parser.parse_args(arguments)", space)).items() if value}
+        assert parsed("--bat", "16") == parsed("--bat=16") == {"batch_size": 16}
+        assert parsed("--bas", "b") == {"base": "b"}
+        assert parsed("--backen", "fast") == parsed("--bac=fast") == {"backend": "fast"}
+        try:
+            parsed("--ba", "16")
+        except SystemExit as stopped:
+            assert stopped.code == 2
+    """
+    check(python, code)
+
+
+@pytest.mark.parametrize("abbreviation", ["--b", "--ba"])
+def test_an_abbreviation_that_was_not_ambiguous_is_not(python, hosts, checkpoint, abbreviation):
+    arguments = server(checkpoint, abbreviation, 16, "--backen", "torch")
+    with serving(python, *arguments, path=(hosts["pinned"],)) as url:
+        assert get(url + "/health")["backend"] == {"name": "torch", "decided_by": "flag"}
 
 
 def test_only_the_programs_of_open_jev_have_the_flag(python):
@@ -286,6 +376,61 @@ def test_the_host_s_other_choices_pass_through(python, hosts, checkpoint, variab
     assert answer["metadata"]["host_backend"] == "triton-tail" and "backend" not in answer["metadata"]
 
 
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_predict_with_a_choice_of_the_host_s_own(python, hosts, checkpoint, how):
+    arguments = ("-m", "jev.predict", "--checkpoint", checkpoint)
+    for name in ("torch", "triton-tail"):
+        flag = ["--backend", name] if how == "flag" else []
+        variables = {} if flag else {"OPENJEV_BACKEND": name}
+        result = run(python, *arguments, *flag, path=(hosts["later-everywhere"],), **variables)
+        assert result.returncode == 0, result.stderr
+        answer = json.loads(result.stdout)
+        assert (answer["backend"], answer["stats"]) == (name, None)
+    # Where only the server has it, `jev.predict` does not say that nobody does.
+    result = run(python, *arguments, *flag, path=(hosts["later"],), **variables)
+    assert result.returncode == (2 if flag else 1) and result.stdout == "" and "unknown" not in result.stderr
+    if not flag:
+        assert (
+            "OPENJEV_BACKEND=triton-tail: predict.py has no backend 'triton-tail': choose from torch, "
+            in (result.stderr.replace("python -m jev.predict", "predict.py"))
+        )
+
+
+@pytest.mark.parametrize("how", ["flag", "environment", "file"])
+def test_a_name_in_neither_list(python, hosts, tmp_path, how):
+    checkpoint = write_checkpoint(tmp_path / "c", "nope" if how == "file" else None)
+    flag = ["--backend", "nope"] if how == "flag" else []
+    variables = {"OPENJEV_BACKEND": "nope"} if how == "environment" else {}
+    result = run(python, *server(checkpoint, *flag), path=(hosts["later"],), **variables)
+    assert (
+        result.returncode == (2 if flag else 1) and result.stdout == "" and "Traceback" not in result.stderr
+    )
+    assert "torch, triton-tail, fast-cuda, fast, one-by-one, auto" in result.stderr.replace("'", "")
+
+
+def test_an_unknown_name_stops_before_the_weights_are_loaded(python, tmp_path):
+    host, checkpoint = write_host(tmp_path / "host"), write_checkpoint(tmp_path / "c")
+    model = host / "jev" / "model.py"
+    model.write_text(
+        model.read_text().replace("self.model_id, self.r", "print('loading'); self.model_id, self.r")
+    )
+    load = f"from jev.model import DecisionModel; DecisionModel.load({str(checkpoint)!r})"
+    load_predictor = "from jev.serving import load_predictor; load_predictor(backend='nobody', "
+    named = write_checkpoint(tmp_path / "named", "nobody")
+    for start, variables in (
+        (server(checkpoint), {"OPENJEV_BACKEND": "nobody"}),
+        (server(checkpoint, "--backend", "nobody"), {}),
+        (server(named), {}),
+        (("-m", "jev.predict", "--checkpoint", named), {}),
+        (("-c", load_predictor + f"checkpoint={str(checkpoint)!r})"), {}),
+        (("-c", load_predictor + "model_id='m', revision='r')"), {}),
+        (("-c", load), {"OPENJEV_BACKEND": "nobody"}),
+    ):
+        result = run(python, *start, path=(host,), **variables)
+        assert result.returncode in (1, 2) and "'nobody'" in result.stderr and result.stdout == ""
+    assert run(python, "-c", load, path=(host,)).stdout == "loading\n"
+
+
 @pytest.mark.parametrize(
     ("flag", "variable", "file", "forwards"),
     [
@@ -346,7 +491,7 @@ def test_load_predictor_takes_backend(python, checkpoint):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("nobody", "unknown backend 'nobody': choose from torch, auto, fast, one-by-one"),
+        ("nobody", "has no backend 'nobody': choose from torch, fast, one-by-one, auto"),
         ("one-by-one", "backend 'one-by-one' cannot take this model: max_length is 13"),
     ],
     ids=["unknown", "refused"],

@@ -28,6 +28,7 @@ def functions(text):
 
 GROWS = patches.Known("m.f", ("a", "b|c"), ("k", "l"), {"l": None}, grows=True)
 EXACT = patches.Known("m.f", ("a", "b"), ("k",), {"b": 1})
+STARRED = patches.Known("m.f", ("a", "b"), defaults={"b": 1}, starred=("**rest",))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,10 @@ EXACT = patches.Known("m.f", ("a", "b"), ("k",), {"b": 1})
         (EXACT, "(a, b=1, k=3)", False),
         (EXACT, "(a, b=1, *rest, k)", False),
         (EXACT, "(a, b=1, *, k, **rest)", False),
+        (STARRED, "(a, b=1, **rest)", True),
+        (STARRED, "(a, b=1, **more)", False),
+        (STARRED, "(a, b=1, *rest)", False),
+        (STARRED, "(a, b=1)", False),
         (GROWS, "(a, b, *, k, l=None)", True),
         (GROWS, "(a, c=9, *, l, k=4)", True),
         (GROWS, "(a, b, z=0, *, k, l, y=1)", True),
@@ -61,6 +66,15 @@ def test_signatures(known, signature, accepted):
     with pytest.raises(patches.UnknownUpstream) as caught:
         known.verify(function)
     assert str(caught.value) == f"m.f: expected {known}, found {signature}"
+
+
+def test_one_of_several_signatures():
+    forms = (EXACT, STARRED)
+    for signature in ("(a, b=1, *, k)", "(a, b=1, **rest)"):
+        patches.verify_any(forms, functions(signature))
+    with pytest.raises(patches.UnknownUpstream) as caught:
+        patches.verify_any(forms, functions("(a, *, k)"))
+    assert str(caught.value) == f"m.f: expected {EXACT} or {STARRED}, found (a, *, k)"
 
 
 @pytest.mark.parametrize("what", [None, print, functions.__call__, type("C", (), {})])
@@ -192,7 +206,7 @@ def test_a_changed_open_jev_stops_who_asks_for_a_backend(python, tmp_path, chang
         server_file = host / "jev" / "server.py"
         server_file.write_text(
             server_file.read_text().replace(
-                'make_server(predictor, "127.0.0.1", port)', "make_server(predictor=predictor, port=port)"
+                "make_server(predictor, host, port)", "make_server(predictor=predictor, port=port)"
             )
         )
     checkpoint = write_checkpoint(tmp_path / "c", "fast" if how == "file" else None)
@@ -324,6 +338,41 @@ def test_a_predictor_of_another_shape_is_refused(python, tmp_path):
     assert result.returncode == 1
     assert "jev.serving.Predictor: expected attributes scorer.model" in result.stderr
     assert result.stderr.strip().endswith("without scorer")
+
+
+def test_only_the_answer_to_health_is_changed(tmp_path, monkeypatch):
+    import socket
+    import threading
+
+    _, _, server_module = fake_modules(tmp_path, monkeypatch)
+    plain = types.SimpleNamespace(model_name="toy", method="host")
+    taken = types.SimpleNamespace(describe=lambda: {"name": "x"})
+    fast = types.SimpleNamespace(**vars(plain), openjev_fast=taken)
+
+    def raw(server, path):
+        server.RequestHandlerClass.date_time_string = lambda self: "today"
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with socket.create_connection(server.server_address) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        thread.join()
+        return answer
+
+    undo = jev_server.apply(server_module)
+    servers = [server_module.make_server(predictor, port=0) for predictor in (plain, fast)]
+    for path in ("/v1/models", "/", "/healthy", "/v1/models?of=/health", "/health/"):
+        original, ours = (raw(server, path) for server in servers)
+        assert original == ours
+        assert (b"200 OK" in ours) == (path == "/v1/models")
+    original, ours = (raw(server, "/health") for server in servers)
+    assert json.loads(ours.partition(b"\r\n\r\n")[2]) == {
+        **json.loads(original.partition(b"\r\n\r\n")[2]),
+        "backend": {"name": "x"},
+    }
+    undo()
+    for server in servers:
+        server.server_close()
 
 
 def test_health_that_is_not_json_is_left_alone():
@@ -460,35 +509,87 @@ def test_masks_are_built_whenever_a_padding_mask_is_given():
         assert masking_utils.sdpa_mask(**shape) is None
 
 
-def test_masks_undo():
-    from transformers import masking_utils
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
-
-    before = masking_utils._ignore_causal_mask_sdpa, vars(Qwen3_5TextModel)["_update_linear_attn_mask"]
-    undo = transformers_masks.apply()
-    during = masking_utils._ignore_causal_mask_sdpa, vars(Qwen3_5TextModel)["_update_linear_attn_mask"]
-    assert all(old is not new for old, new in zip(before, during, strict=True))
-    undo()
-    after = masking_utils._ignore_causal_mask_sdpa, vars(Qwen3_5TextModel)["_update_linear_attn_mask"]
-    assert all(old is new for old, new in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("which", ["mask", "method", "class"])
-def test_masks_all_or_nothing(monkeypatch, which):
+def mask_targets():
+    """What is replaced, as (module or class, name), whichever form this Transformers has."""
     from transformers import masking_utils
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    if which == "mask":
-        monkeypatch.setattr(
-            masking_utils, "_ignore_causal_mask_sdpa", lambda padding_mask, query_length: False
-        )
-    elif which == "method":
-        monkeypatch.setattr(
-            modeling_qwen3_5.Qwen3_5TextModel, "_update_linear_attn_mask", lambda self, mask: mask
-        )
+    if hasattr(modeling_qwen3_5, "create_recurrent_attention_mask"):
+        linear = modeling_qwen3_5, "create_recurrent_attention_mask"
     else:
+        linear = modeling_qwen3_5.Qwen3_5TextModel, "_update_linear_attn_mask"
+    return (masking_utils, "_ignore_causal_mask_sdpa"), linear
+
+
+def masks():
+    return [vars(holder)[name] for holder, name in mask_targets()]
+
+
+def test_masks_undo():
+    before = masks()
+    undo = transformers_masks.apply()
+    assert all(old is not new for old, new in zip(before, masks(), strict=True))
+    undo()
+    assert all(old is new for old, new in zip(before, masks(), strict=True))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1)], ids=["first-first", "last-first", "twice"])
+def test_masks_that_overlap(order):
+    before = masks()
+    undos = [transformers_masks.apply(), transformers_masks.apply()]
+    for turn, which in enumerate(order):
+        assert masks() != before
+        undos[which]()
+        assert (masks() == before) == (turn == len(order) - 1)
+
+
+def test_masks_from_many_threads():
+    import threading
+
+    before, seen = masks(), []
+    start = threading.Barrier(8)
+
+    def work():
+        start.wait()
+        for _ in range(200):
+            with transformers_masks.applied():
+                seen.append(masks() == before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert masks() == before
+    assert seen == [False] * 1600
+
+
+@pytest.mark.parametrize("which", ["mask", "linear", "class"])
+def test_masks_all_or_nothing(monkeypatch, which):
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    if which == "class":
         monkeypatch.delattr(modeling_qwen3_5, "Qwen3_5TextModel")
-    before = dict(vars(masking_utils))
+    else:
+        monkeypatch.setattr(*mask_targets()[which == "linear"], lambda padding_mask, query_length: False)
+    holders = [holder for holder, _ in mask_targets()] if which != "class" else [modeling_qwen3_5]
+    before = [dict(vars(holder)) for holder in holders]
     with pytest.raises(patches.UnknownUpstream, match="transformers.*expected .*, found "):
         transformers_masks.apply()
-    assert dict(vars(masking_utils)) == before
+    assert [dict(vars(holder)) for holder in holders] == before
+
+
+def test_masks_made_without_asking_for_tracing_are_unknown(monkeypatch):
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    def create(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
+        return attention_mask
+
+    monkeypatch.setattr(modeling_qwen3_5, "create_recurrent_attention_mask", create, raising=False)
+    with pytest.raises(patches.UnknownUpstream, match="expected a call of is_tracing, found none"):
+        transformers_masks.apply()

@@ -103,13 +103,31 @@ def register(manager, *backends):
 
 
 def test_ours_first_then_the_others(manager):
-    assert plugin.names() == ["torch", "auto", "fast"]
+    assert plugin.names() == ["torch", "fast", "auto"]
     register(manager, Toy("a"), Toy("b"))
     register(manager, Toy("c"))
-    assert plugin.names() == ["torch", "auto", "fast", "a", "b", "c"]
+    assert plugin.names() == ["torch", "fast", "a", "b", "c", "auto"]
     assert plugin.find("b").name == "b"
-    with pytest.raises(BackendError, match="unknown backend 'd': choose from torch, auto, fast, a, b, c"):
+    with pytest.raises(BackendError, match="unknown backend 'd': choose from torch, fast, a, b, c, auto"):
         plugin.find("d")
+    with pytest.raises(BackendError, match="choose from torch, theirs, fast, a, b, c, auto"):
+        plugin.find("d", ("torch", "theirs"))
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken")])
+def test_a_hook_that_fails_takes_nothing_but_its_own(manager, error):
+    def fail():
+        raise error
+
+    module = types.ModuleType("failing")
+    module.openjev_fast_backends = hookimpl(fail, specname="openjev_fast_backends")
+    manager.register(module)
+    register(manager, Toy("a"))
+    assert plugin.names() == ["torch", "fast", "a", "auto"]
+    with pytest.raises(
+        BackendError, match=f"plugin 'failing' failed to load: {type(error).__name__}: broken"
+    ):
+        plugin.find("b")
 
 
 @pytest.mark.parametrize(
@@ -135,25 +153,41 @@ def test_importing_the_plugins_imports_no_torch(tmp_path):
     assert run(interpreter, "-c", code).stdout == "[]\n"
 
 
-def test_a_plugin_that_fails_to_load_stops_nobody_else(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys; sys.exit('not here')", "SystemExit: not here"),
+    ],
+    ids=["error", "exit"],
+)
+def test_a_plugin_that_fails_to_load_stops_nobody_else(tmp_path, line, reason):
     interpreter = make_python(tmp_path / "venv")
     add_backend(site_of(interpreter))
-    (site_of(interpreter) / "openjev_one_by_one.py").write_text("import no_such_module\n")
+    (site_of(interpreter) / "openjev_one_by_one.py").write_text(f"print('loaded')\n{line}\n")
     host, checkpoint = write_host(tmp_path / "host"), write_checkpoint(tmp_path / "c")
     code = "from openjev_fast_plugin import plugin; print(plugin.names()); plugin.find('one-by-one')"
     result = run(interpreter, "-c", code)
-    assert result.stdout == "['torch', 'auto', 'fast']\n"
-    assert (
-        "plugin 'one_by_one' failed to load: ModuleNotFoundError: No module named 'no_such_module'"
-        in result.stderr
-    )
+    assert result.stdout == "loaded\n['torch', 'fast', 'auto']\n"
+    failed = f"plugin 'one_by_one' failed to load: {reason}"
+    assert failed in result.stderr
     arguments = ("-m", "jev.server", "--checkpoint", checkpoint, "--port", 0)
     with serving(interpreter, *arguments, "--backend", "torch", path=(host,)) as url:
         assert get(url + "/health")["backend"] == {"name": "torch", "decided_by": "flag"}
     result = run(interpreter, *arguments, "--backend", "one-by-one", path=(host,))
     assert result.returncode == 2 and "invalid choice: 'one-by-one'" in result.stderr
-    assert "plugin 'one_by_one' failed to load" in result.stderr
-    assert "failed to load" not in run(interpreter, *arguments, "--nonsense", path=(host,)).stderr
+    assert failed in result.stderr
+    result = run(interpreter, *arguments, "--backend", "fast", path=(host,))
+    # Everybody's plugins are loaded, to see that there is but one `fast`; this model is not for it.
+    assert (result.returncode, result.stdout) == (1, "loaded\n") and "failed to load" not in result.stderr
+    result = run(interpreter, "-m", "jev.server", "--he", path=(host,))
+    assert result.returncode == 0 and "--backend {torch,fast,auto}" in result.stdout
+    # Nobody asked for a backend.
+    for typed in (["--nonsense"], ["--batch-size", "many"], ["--b", "many"], ["--host", "h", "--port", "p"]):
+        result = run(interpreter, *arguments, *typed, path=(host,))
+        assert (result.returncode, result.stdout) == (2, "") and "failed to load" not in result.stderr
+    with serving(interpreter, *arguments, "--batch-size", 2, "--host", "127.0.0.1", path=(host,)) as url:
+        assert "backend" not in get(url + "/health")
 
 
 # A model handed over
