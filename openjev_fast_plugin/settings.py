@@ -9,6 +9,7 @@ When none does, Open-Jev runs as if the plugin were not installed.
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,11 @@ class Settings:
         text = _value(environ, MAX_ROWS_VARIABLE)
         if text is None:
             return cls()
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise BackendError(f"{MAX_ROWS_VARIABLE} must be a positive integer, found {text!r}")
+        # Python refuses to read thousands of digits as a number.
+        if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
+            raise BackendError(
+                f"{MAX_ROWS_VARIABLE} must be a positive integer below 10**18, found {reprlib.repr(text)}"
+            )
         return cls(max_rows=int(text))
 
 
@@ -91,4 +95,4 @@ def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:
         return None
     if isinstance(named, str) and named.strip():
         return named.strip()
-    raise BackendError(f'"backend" in {path} must be the name of a backend, found {named!r}')
+    raise BackendError(f'"backend" in {path} must be the name of a backend, found {reprlib.repr(named)}')

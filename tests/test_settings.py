@@ -54,11 +54,20 @@ def test_max_rows():
     assert Settings.read({"OPENJEV_FAST_MAX_ROWS": "4096"}).max_rows == 4096
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²"])
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²", "9" * 19])
 def test_max_rows_that_is_no_positive_integer(value):
     with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be a positive integer") as caught:
         Settings.read({"OPENJEV_FAST_MAX_ROWS": value})
     assert repr(value) in str(caught.value)
+
+
+def test_a_long_value_is_shortened(tmp_path):
+    with pytest.raises(BackendError, match="must be a positive integer") as caught:
+        Settings.read({"OPENJEV_FAST_MAX_ROWS": "9" * 5000})
+    assert "found '999" in str(caught.value) and len(str(caught.value)) < 120
+    with pytest.raises(BackendError, match="must be the name of a backend") as caught:
+        resolve(checkpoint=checkpoint(tmp_path, backend=["fast"] * 5000), environ={})
+    assert "found ['fast', " in str(caught.value) and len(str(caught.value)) < 200 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("decided_by", ["flag", "argument", "environment", "file"])
