@@ -279,8 +279,8 @@ def _expected_modules(shapes: Shapes) -> Iterator[_Expected]:
     hidden, width = shapes.hidden, shapes.head_dim
     queries, keys = shapes.query_heads * width, shapes.kv_heads * width
     channels, values = shapes.conv_channels, shapes.value_heads * shapes.value_dim
-    # None where flash-linear-attention is not installed.
-    gated_norms = (upstream.Qwen3_5RMSNormGated, upstream.FusedRMSNormGated)
+    # Transformers 5.10 takes the norm of flash-linear-attention where that is installed; later versions never do.
+    gated_norms = (upstream.Qwen3_5RMSNormGated, getattr(upstream, "FusedRMSNormGated", None))
 
     def norm(path: str, size: int) -> _Expected:
         return _Expected(path, (upstream.Qwen3_5RMSNorm,), {"weight": (size,)})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
 
@@ -344,7 +344,11 @@ REFUSED = {
         ["PROMPT_TUNING"],
     ),
     "adapter_of_transformers": (
-        lambda: changed(model_of(), lambda model: model.add_adapter(LoraConfig(target_modules=["q_proj"]))),
+        # What its add_adapter leaves, with whichever version of PEFT it asks for.
+        lambda: changed(
+            inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model_of()),
+            lambda model: setattr(model, "_hf_peft_config_loaded", True),
+        ),
         ["add_adapter"],
     ),
 }  # fmt: skip
