@@ -308,12 +308,12 @@ def test_a_logit_that_is_not_finite_is_never_an_answer(in_process, predictor, mo
 
 
 def test_a_failed_forward_is_never_an_answer(in_process, predictor, monkeypatch):
-    def fails(sequences):
+    def fails(layout):
         raise torch.OutOfMemoryError("of the test")
 
     engine = predictor.scorer.model.openjev_fast.engine
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_forward", fails)
+        patched.setattr(engine, "_run", fails)
         reply = in_process.post(REQUEST)
     assert (reply.status, reply.content["error_type"]) == (500, "OutOfMemoryError")
     assert in_process.post(REQUEST).status == 200
