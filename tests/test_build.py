@@ -125,10 +125,13 @@ def test_digest_changes_with_everything_that_decides_the_library(plan, folder):
     assert replace(plan).digest not in digests
 
 
-def test_sources_are_found_in_a_checkout():
+def test_every_source_of_the_checkout_is_found():
+    # The checkout's own folder, or the copy that an install has inside the package.
     found = build.source_folder()
-    assert found == ROOT / "csrc"
-    assert "binding.cpp" in [path.name for path in build.sources(found, ".cpp")]
+    for suffix in (".cu", ".cuh", ".cpp", ".h"):
+        expected = {path.name: path.read_bytes() for path in build.sources(ROOT / "csrc", suffix)}
+        assert expected
+        assert {path.name: path.read_bytes() for path in build.sources(found, suffix)} == expected
 
 
 def test_device_code_includes_no_torch_header():
