@@ -55,10 +55,11 @@ def run(*command: str | os.PathLike[str]) -> None:
 def install(environment: Path) -> Path:
     """Make or refresh the environment; returns its Python."""
     python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not python.exists():
+    # An interrupted creation leaves an environment without pip behind, which is made anew.
+    if not _has_pip(python):
         print(f"# making a virtual environment in {environment}", flush=True)
         try:
-            venv.create(environment, with_pip=True)
+            venv.create(environment, with_pip=True, clear=(environment / "pyvenv.cfg").exists())
         except subprocess.CalledProcessError:
             shutil.rmtree(environment, ignore_errors=True)
             sys.exit(
@@ -67,8 +68,16 @@ def install(environment: Path) -> Path:
             )
     host = [] if _has_open_jev(python) else ["./tests/open_jev"]
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    run(*pip, *torch_arguments(), *host, ".[test]")
+    # Editable, so that the tests run against the checkout.
+    run(*pip, *torch_arguments(), *host, "-e", ".[test]")
     return python
+
+
+def _has_pip(python: Path) -> bool:
+    return (
+        python.exists()
+        and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    )
 
 
 def _has_open_jev(python: Path) -> bool:
