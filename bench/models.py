@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from transformers import Qwen3_5TextConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
-from openjev_fast_plugin.checkpoint import PROFILES
+from openjev_fast_plugin.checkpoint import PROFILES, text_settings
 
 
 def text_config(profile: str, layers: int | None = None, vocabulary: int = 32_768) -> Qwen3_5TextConfig:
     """The configuration of a profile, with fewer layers or a smaller vocabulary where memory asks for it."""
     shapes = PROFILES[profile]
-    half = shapes.rotary_dim // 2
-    config = Qwen3_5TextConfig(
-        vocab_size=vocabulary,
-        hidden_size=shapes.hidden,
-        intermediate_size=shapes.mlp,
-        num_hidden_layers=layers or shapes.layers,
-        num_attention_heads=shapes.heads,
-        num_key_value_heads=shapes.kv_heads,
-        head_dim=shapes.head_dim,
-        linear_num_key_heads=shapes.linear_key_heads,
-        linear_num_value_heads=shapes.linear_value_heads,
-        linear_key_head_dim=shapes.linear_head_dim,
-        linear_value_head_dim=shapes.linear_head_dim,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": shapes.rotary_dim / shapes.head_dim,
-            "mrope_section": [(half + 2 - stream) // 3 for stream in range(3)],
-            "mrope_interleaved": True,
-        },
-    )
+    shapes = replace(shapes, vocab=vocabulary, layers=layers or shapes.layers)
+    config = Qwen3_5TextConfig(**text_settings(shapes))
     config._attn_implementation = "sdpa"
     return config
 

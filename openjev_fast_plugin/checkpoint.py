@@ -123,13 +123,10 @@ def make_checkpoint(
     return checkpoint
 
 
-def model_config(shapes: Profile, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5Config:
-    """The image-text config around `shapes`: the smallest vision tower, token ids from `tokenizer`."""
-    from transformers import Qwen3_5Config
-
+def text_settings(shapes: Profile) -> dict[str, Any]:
+    """Keyword arguments of `Qwen3_5TextConfig` that `shapes` decides."""
     half = shapes.rotary_dim // 2
-    ids = tokenizer.get_vocab()
-    text = {
+    return {
         "vocab_size": shapes.vocab,
         "hidden_size": shapes.hidden,
         "intermediate_size": shapes.mlp,
@@ -148,6 +145,16 @@ def model_config(shapes: Profile, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5
             "mrope_section": [(half + 2 - stream) // 3 for stream in range(3)],
             "mrope_interleaved": True,
         },
+    }
+
+
+def model_config(shapes: Profile, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5Config:
+    """The image-text config around `shapes`: the smallest vision tower, token ids from `tokenizer`."""
+    from transformers import Qwen3_5Config
+
+    ids = tokenizer.get_vocab()
+    text = {
+        **text_settings(shapes),
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "dtype": "bfloat16",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -62,14 +63,15 @@ class Layout:
 
     def pack(self) -> torch.Tensor:
         """Every device table in one int32 tensor [total], each at a 16-byte boundary."""
-        flat = np.zeros(self._size(), dtype=np.int32)
-        for table, start in self._tables():
+        tables, starts = self._places()
+        flat = np.zeros(starts[-1], dtype=np.int32)
+        for table, start in zip(tables, starts[:-1], strict=True):
             flat[start : start + table.numel()] = table.flatten().numpy()
         return torch.from_numpy(flat)
 
     def unpack(self, packed: torch.Tensor) -> Layout:
         """This layout's shape over the tables in `packed`, which `pack` of a layout of the same shape filled."""
-        starts = iter([start for _, start in self._tables()])
+        starts = iter(self._places()[1])
 
         def moved(table: torch.Tensor) -> torch.Tensor:
             start = next(starts)
@@ -79,7 +81,7 @@ class Layout:
 
     def shape_key(self) -> tuple[Any, ...]:
         """What a captured graph depends on: the shapes of the device tables and the plans' numbers."""
-        key: list[Any] = [tuple(table.shape) for table, _ in self._tables()]
+        key: list[Any] = [tuple(table.shape) for table in self._tables()]
         for plan in (self.delta, self.attention, self.read_attention):
             key += [value for value in plan if isinstance(value, int)]
         return tuple(key)
@@ -99,8 +101,8 @@ class Layout:
                 changed[field.name] = value._replace(**tables)
         return replace(self, **changed)
 
-    def _tables(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Device tables in a fixed order, each with its place in the packed tensor."""
+    def _tables(self) -> list[torch.Tensor]:
+        """Device tables in a fixed order."""
         tables: list[torch.Tensor] = []
 
         def note(table: torch.Tensor) -> torch.Tensor:
@@ -108,13 +110,13 @@ class Layout:
             return table
 
         self._map(note)
-        start = 0
-        for table in tables:
-            yield table, start
-            start += -(-table.numel() // _ALIGNMENT) * _ALIGNMENT
+        return tables
 
-    def _size(self) -> int:
-        return sum(-(-table.numel() // _ALIGNMENT) * _ALIGNMENT for table, _ in self._tables())
+    def _places(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Device tables and where each starts in the packed tensor; the last number is the tensor's size."""
+        tables = self._tables()
+        sizes = [_round_up(table.numel(), _ALIGNMENT) for table in tables]
+        return tables, [0, *accumulate(sizes)]
 
 
 def rotary_tables(

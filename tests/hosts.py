@@ -211,6 +211,21 @@ def write_checkpoint(folder: Path, backend: object = None) -> Path:
     return folder
 
 
+def pip(interpreter: Path, *arguments: object, folder: Path | None = None) -> None:
+    """This interpreter's pip, working on another one's environment."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        interpreter,
+        *arguments,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def make_python(folder: Path, plugin: bool = True) -> Path:
     """A virtual environment's interpreter that sees this one's packages, with or without the plugin.
 

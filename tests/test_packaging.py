@@ -3,28 +3,12 @@
 import csv
 import pkgutil
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, make_python, run, site_of, write_checkpoint, write_host
+from hosts import ROOT, make_python, pip, run, site_of, write_checkpoint, write_host
 
 STARTUP_FILES = {"openjev_fast_plugin.pth", "openjev_fast_plugin.start"}
-
-
-def pip(interpreter, *arguments, folder=None):
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--python",
-        interpreter,
-        *arguments,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=folder)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from hosts import (
     add_backend,
     get,
     make_python,
+    pip,
     post,
     run,
     serving,
@@ -277,22 +276,7 @@ def python_with_backend(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("third_party")
     interpreter = make_python(folder / "venv")
     source = shutil.copytree(ROOT / "tests" / "third_party_backend", folder / "source")
-    subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pip",
-                "--disable-pip-version-check",
-                "--python",
-                interpreter,
-                "install",
-                "-q",
-            ),
-            *("--no-deps", "--no-build-isolation", "--no-index", source),
-        ],
-        check=True,
-    )
+    pip(interpreter, "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", source)
     return interpreter
 
 
