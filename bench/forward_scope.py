@@ -74,7 +74,7 @@ class Fast:
         """A call that lays the prompts out, runs them and brings the scores to the host."""
 
         def run() -> torch.Tensor:
-            layout = build_layout(build_forest(sequences), CUDA_BUCKET)
+            layout = build_layout(build_forest(sequences), CUDA_BUCKET, portable=False)
             return self.graphs(layout)[0][: len(sequences)].cpu()
 
         return run

@@ -121,7 +121,7 @@ class FastEngine:
         rows_computed = replayed = 0
         for part in parts:
             wanted = [sequence for group, span in part for sequence in sequences[group][span]]
-            layout = build_layout(build_forest(wanted), self._bucket)
+            layout = build_layout(build_forest(wanted), self._bucket, portable=bool(self._portable))
             with torch.inference_mode():
                 flat, was_replayed = self._run(layout)
             flat = flat[: len(wanted)]

@@ -71,11 +71,11 @@ class GraphedForward:
     def __call__(self, layout: Layout) -> tuple[torch.Tensor, bool]:
         """Scores [C] of a layout on the host, and whether a graph was replayed."""
         key = layout.shape_key()
-        with self._device_lock, torch.cuda.device(self._device):
+        with self._device_lock, torch.inference_mode(), torch.cuda.device(self._device):
             captured = self._graphs.get(key)
             if captured is not None:
                 self._graphs.move_to_end(key)
-                captured.packed.copy_(layout.pack().pin_memory(), non_blocking=True)
+                captured.packed.copy_(layout.pack(pinned=True), non_blocking=True)
                 captured.graph.replay()
                 # The graph's own output is overwritten by its next replay.
                 scores = captured.scores.clone()

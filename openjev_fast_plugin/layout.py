@@ -56,18 +56,20 @@ class Layout:
         """The same layout with its device tables on `device`, moved in one copy."""
         if device.type == "cpu":
             return self
-        packed = self.pack()
-        if device.type == "cuda":
-            packed = packed.pin_memory()
+        packed = self.pack(pinned=device.type == "cuda")
         return self.unpack(packed.to(device, non_blocking=True))
 
-    def pack(self) -> torch.Tensor:
-        """Every device table in one int32 tensor [total], each at a 16-byte boundary."""
+    def pack(self, pinned: bool = False) -> torch.Tensor:
+        """Every device table in one int32 tensor [total], each at a 16-byte boundary; what lies between is undefined.
+
+        pinned: in page-locked memory, from which a CUDA device copies without the host waiting.
+        """
         tables, starts = self._places()
-        flat = np.zeros(starts[-1], dtype=np.int32)
+        packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=pinned)
+        flat = packed.numpy()
         for table, start in zip(tables, starts[:-1], strict=True):
             flat[start : start + table.numel()] = table.flatten().numpy()
-        return torch.from_numpy(flat)
+        return packed
 
     def unpack(self, packed: torch.Tensor) -> Layout:
         """This layout's shape over the tables in `packed`, which `pack` of a layout of the same shape filled."""
@@ -146,8 +148,10 @@ def chunk_size_for(node_length: np.ndarray, node_level: np.ndarray) -> int:
     return min(_CHUNK_SIZES, key=cost)
 
 
-def build_layout(forest: Forest, bucket: Bucket = Bucket()) -> Layout:  # noqa: B008
+def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = True) -> Layout:  # noqa: B008
     """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
+
+    portable: False leaves out the tables that only the portable ops read.
 
     Padding rows form a root of their own, so they are computed like any others and no real row sees them; padding
     nodes have no rows; the last read row and the first candidate are repeated.
@@ -179,7 +183,7 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket()) -> Layout:  # noqa: 
 
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
-    delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level), host)
+    delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level) if portable else None, host)
     return Layout(
         token=torch.from_numpy(token),
         position=torch.from_numpy(position),
@@ -191,8 +195,8 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket()) -> Layout:  # noqa: 
             node_tiles=_round_up(delta.node_tiles, bucket.nodes),
             node_slots=_round_up(delta.node_slots, bucket.nodes),
         ),
-        attention=plan_attention(*tables, np.arange(len(token)), node, host),
-        read_attention=plan_attention(*tables, read_row, node[read_row], host),
+        attention=plan_attention(*tables, np.arange(len(token)), node, host, portable=portable),
+        read_attention=plan_attention(*tables, read_row, node[read_row], host, portable=portable),
         read_row=torch.from_numpy(read_row),
         candidate_read=torch.from_numpy(candidate_read),
     )

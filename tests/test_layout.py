@@ -39,6 +39,18 @@ def test_packing_keeps_every_table():
             assert (table.data_ptr() - packed.data_ptr()) % 16 == 0, name
 
 
+def test_a_layout_for_the_kernels_has_their_tables_and_no_others(tiny_checkpoint):
+    forest, bucket = build_forest(sequences()), Bucket(rows=8, nodes=8, reads=8)
+    both, kernels = tables(build_layout(forest, bucket)), tables(build_layout(forest, bucket, portable=False))
+    left_out = {name for name, table in kernels.items() if not table.numel() and both[name].numel()}
+    assert {name.partition(".")[0] for name in left_out} == {"delta", "attention", "read_attention"}
+    assert not left_out & {f"delta.{name}" for name in ("node", "node_chunk")}
+    for name in kernels.keys() - left_out:
+        assert torch.equal(kernels[name], both[name]), name
+    with pytest.raises(ValueError, match="for the CUDA kernel alone"), torch.inference_mode():
+        forward(engine_of(tiny_checkpoint)._weights, build_layout(forest, bucket, portable=False))
+
+
 def test_a_bucket_rounds_sizes_up_and_shares_shapes():
     forest = build_forest(sequences())
     layout = build_layout(forest, Bucket(rows=8, nodes=4, reads=4))

@@ -11,6 +11,8 @@ from openjev_fast_plugin.ops._library import define
 
 # Key and value dim of the CUDA kernel, rows of its chunks, rows of its tiles.
 KERNEL_DIM, KERNEL_CHUNK, KERNEL_TILE = 128, 64, 16
+# Tables of the portable implementation that belong on the tensors' device.
+_DEVICE_TABLES = ("chunk_start", "chunk_length", "chunk_source", "chunk_target")
 
 
 class DeltaPlan(NamedTuple):
@@ -18,7 +20,8 @@ class DeltaPlan(NamedTuple):
 
     B chunks stand in the order they can run, in steps of independent chunks. K nodes, parents before children, have
     D chunks of at most 64 rows and T tiles of at most 16 rows; entries past the last are padding if they have no
-    rows, and T may be larger, so that a captured graph serves every forest that fits.
+    rows, and T may be larger, so that a captured graph serves every forest that fits. What stands before `node` is
+    for the portable implementation, and empty or 0 in a plan for the kernel alone.
 
     chunk_start, chunk_length: [B] int32, the packed rows of each chunk (at most chunk_size; a node's rows are cut
         from its first row on).
@@ -52,22 +55,40 @@ def plan_delta_rule(
     node_start: np.ndarray,
     node_length: np.ndarray,
     node_parent: np.ndarray,
-    chunk_size: int,
+    chunk_size: int | None,
     device: torch.device,
 ) -> DeltaPlan:
     """Cut nodes into chunks and order them; host code.
 
     node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
-    chunk_size: longest chunk of the portable implementation, at least 1.
+    chunk_size: longest chunk of the portable implementation, at least 1; None plans for the CUDA kernel alone.
     """
+    has_child = np.zeros(len(node_start), dtype=bool)
+    has_child[node_parent[node_parent >= 0]] = True
+    if chunk_size is None:
+        none = torch.zeros(0, dtype=torch.int32)
+        portable: dict[str, Any] = dict.fromkeys(_DEVICE_TABLES, none.to(device))
+        portable |= {"step_start": none, "step_kept": none, "slots": 0, "chunk_size": 0}
+    else:
+        portable = _plan_portable(node_start, node_length, node_parent, has_child, chunk_size, device)
+    return DeltaPlan(**portable, **_plan_kernel(node_start, node_length, node_parent, has_child, device))
+
+
+def _plan_portable(
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    has_child: np.ndarray,
+    chunk_size: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The fields of DeltaPlan that the portable implementation reads."""
     nodes = len(node_start)
     chunks = -(-node_length // chunk_size)
     first_step = np.zeros(nodes, dtype=np.int64)
-    has_child = np.zeros(nodes, dtype=bool)
     for child, parent in enumerate(node_parent):
         if parent >= 0:
             first_step[child] = first_step[parent] + chunks[parent]
-            has_child[parent] = True
     keeps_state = has_child | (chunks > 1)
     slot = np.where(keeps_state, np.cumsum(keeps_state) - 1, -1)
 
@@ -81,23 +102,18 @@ def plan_delta_rule(
     steps = int(step.max()) + 1
     order = np.lexsort((target < 0, step))
 
-    def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int32)).to(device)
-
     def count(values: np.ndarray) -> np.ndarray:
         return np.bincount(values, minlength=steps).astype(np.int32)
 
-    return DeltaPlan(
-        chunk_start=tensor((node_start[node] + index * chunk_size)[order]),
-        chunk_length=tensor(np.minimum(node_length[node] - index * chunk_size, chunk_size)[order]),
-        chunk_source=tensor(source[order]),
-        chunk_target=tensor(target[order]),
-        step_start=torch.from_numpy(np.concatenate([[0], np.cumsum(count(step))]).astype(np.int32)),
-        step_kept=torch.from_numpy(count(step[target >= 0])),
-        slots=int(keeps_state.sum()),
-        chunk_size=chunk_size,
-        **_plan_kernel(node_start, node_length, node_parent, has_child, device),
-    )
+    start, length = node_start[node] + index * chunk_size, node_length[node] - index * chunk_size
+    tables = (start, np.minimum(length, chunk_size), source, target)
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(table[order].astype(np.int32)).to(device)
+        for name, table in zip(_DEVICE_TABLES, tables, strict=True)
+    }
+    fields["step_start"] = torch.from_numpy(np.concatenate([[0], np.cumsum(count(step))]).astype(np.int32))
+    fields["step_kept"] = torch.from_numpy(count(step[target >= 0]))
+    return fields | {"slots": int(keeps_state.sum()), "chunk_size": chunk_size}
 
 
 def _plan_kernel(
@@ -111,24 +127,20 @@ def _plan_kernel(
     tiles = -(-node_length // KERNEL_TILE)
     first_tile = np.cumsum(tiles) - tiles
     slot = np.where(has_child, np.cumsum(has_child) - 1, -1)
-    source = np.where(node_parent >= 0, slot[node_parent], -1)
-    zero = np.zeros_like(tiles)
+    node = np.zeros((len(tiles), 8), dtype=np.int32)
+    node[:, 0], node[:, 1], node[:, 3], node[:, 4] = node_start, node_length, slot, first_tile
+    node[:, 2] = np.where(node_parent >= 0, slot[node_parent], -1)
+
     chunks = -(-node_length // KERNEL_CHUNK)
     owner = np.repeat(np.arange(len(chunks)), chunks)
-    skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * KERNEL_CHUNK
-    node_chunk = [
-        node_start[owner] + skipped,
-        np.minimum(node_length[owner] - skipped, KERNEL_CHUNK),
-        first_tile[owner] + skipped // KERNEL_TILE,
-        zero[owner],
-    ]
-
-    def tensor(columns: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32)).to(device)
-
+    index = np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    chunk = np.zeros((len(owner), 4), dtype=np.int32)
+    chunk[:, 0] = node_start[owner] + index * KERNEL_CHUNK
+    chunk[:, 1] = np.minimum(node_length[owner] - index * KERNEL_CHUNK, KERNEL_CHUNK)
+    chunk[:, 2] = first_tile[owner] + index * (KERNEL_CHUNK // KERNEL_TILE)
     return {
-        "node": tensor([node_start, node_length, source, slot, first_tile, zero, zero, zero]),
-        "node_chunk": tensor(node_chunk),
+        "node": torch.from_numpy(node).to(device),
+        "node_chunk": torch.from_numpy(chunk).to(device),
         "node_tiles": int(tiles.sum()),
         "node_slots": int(has_child.sum()),
     }
@@ -207,6 +219,10 @@ def _portable(
     node_tiles: int,
     node_slots: int,
 ) -> torch.Tensor:
+    if not chunk_size:
+        raise ValueError(
+            "this plan is for the CUDA kernel alone: plan_delta_rule with a chunk_size makes one for both"
+        )
     rows, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
     groups, scale = value_heads // key_heads, key_dim**-0.5

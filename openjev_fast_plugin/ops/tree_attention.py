@@ -28,7 +28,8 @@ class AttentionPlan(NamedTuple):
     """What each query sees, twice: in blocks for the portable implementation, in tiles for the CUDA kernel.
 
     M queries in B blocks of queries that share their ancestors, R ranges of keys; and in T tiles of consecutive
-    queries, S ranges of keys.
+    queries, S ranges of keys. The tables on the CPU are for the portable implementation, and empty in a plan for the
+    kernel alone.
 
     query_row: [M] int32, packed row of each query, ascending; a query sees no row after it.
     query_first: [M] int32, first row of the query's own node.
@@ -63,17 +64,52 @@ def plan_attention(
     query_node: np.ndarray,
     device: torch.device,
     tile_queries: int | None = None,
+    portable: bool = True,
 ) -> AttentionPlan:
     """Group queries with common ancestors into bounded blocks, and consecutive queries into tiles; host code.
 
     node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
     query_row, query_node: [M] integers, ascending rows and their nodes.
     tile_queries: queries of a tile, 1 to 32; chosen by the number of queries where not given.
+    portable: False plans for the CUDA kernel alone.
     """
     if tile_queries is None:
         tile_queries = _TILE_QUERIES_OF_FEW if len(query_row) <= _FEW else _TILE_QUERIES_OF_MANY
     if not 1 <= tile_queries <= _MOST_TILE_QUERIES:
         raise ValueError(f"tile_queries must be 1 to {_MOST_TILE_QUERIES}, it is {tile_queries}")
+    first_row = node_start[query_node]
+    block_query, block_own, block_range, range_rows = (
+        _plan_blocks(node_start, node_length, node_parent, query_row, query_node, first_row)
+        if portable
+        else ([], [], [], [])
+    )
+
+    def host(values: list, *shape: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).reshape(*shape)
+
+    tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)
+    return AttentionPlan(
+        query_row=torch.from_numpy(query_row.astype(np.int32)).to(device),
+        query_first=torch.from_numpy(first_row.astype(np.int32)).to(device),
+        block_query=host(block_query, -1),
+        block_own=host(block_own, -1, 2),
+        block_range=host(block_range, -1),
+        range_rows=host(range_rows, -1, 2),
+        tile=torch.from_numpy(tile).to(device),
+        tile_range=torch.from_numpy(tile_range).to(device),
+        tile_queries=tile_queries,
+    )
+
+
+def _plan_blocks(
+    node_start: np.ndarray,
+    node_length: np.ndarray,
+    node_parent: np.ndarray,
+    query_row: np.ndarray,
+    query_node: np.ndarray,
+    first_row: np.ndarray,
+) -> tuple[list[int], list[tuple[int, int]], list[int], list[tuple[int, int]]]:
+    """The tables `block_query`, `block_own`, `block_range` and `range_rows` of AttentionPlan."""
     ancestors: list[tuple[tuple[int, int], ...]] = []
     for start, length, parent in zip(
         node_start.tolist(), node_length.tolist(), node_parent.tolist(), strict=True
@@ -86,7 +122,6 @@ def plan_attention(
             ancestors.append((*above, (start, start + length)))
 
     block_query, block_own, block_range, range_rows = [0], [], [0], []
-    first_row = node_start[query_node]
     rows, nodes, firsts = query_row.tolist(), query_node.tolist(), first_row.tolist()
     parents = node_parent.tolist()
     begin, total = 0, len(rows)
@@ -111,22 +146,7 @@ def plan_attention(
         block_own.append((own_first, rows[end - 1] + 1))
         block_range.append(len(range_rows))
         begin = end
-
-    def host(values: list, *shape: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).reshape(*shape)
-
-    tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)
-    return AttentionPlan(
-        query_row=torch.from_numpy(query_row.astype(np.int32)).to(device),
-        query_first=torch.from_numpy(first_row.astype(np.int32)).to(device),
-        block_query=host(block_query, -1),
-        block_own=host(block_own, -1, 2),
-        block_range=host(block_range, -1),
-        range_rows=host(range_rows, -1, 2),
-        tile=torch.from_numpy(tile).to(device),
-        tile_range=torch.from_numpy(tile_range).to(device),
-        tile_queries=tile_queries,
-    )
+    return block_query, block_own, block_range, range_rows
 
 
 def _plan_tiles(
@@ -228,6 +248,10 @@ def _portable(
     tile_range: torch.Tensor,
     tile_queries: int,
 ) -> torch.Tensor:
+    if len(q) and not len(block_own):
+        raise ValueError(
+            "this plan is for the CUDA kernel alone: plan_attention without portable=False makes one for both"
+        )
     queries = q.transpose(0, 1).unsqueeze(0)
     keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
     output = torch.empty_like(q)
