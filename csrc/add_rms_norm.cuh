@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(1024, 1)
     add_rms_norm_kernel(const bf16* __restrict__ residual, const void* __restrict__ update,
                         const bf16* __restrict__ weight, bf16* hidden, bf16* __restrict__ normed,
                         int64_t slice, int64_t width, float eps) {
+  dependents_may_start();
   __shared__ float scratch[kWarp];
   const int64_t start = blockIdx.x * width, first = int64_t{threadIdx.x} * kWidth;
   const int64_t step = int64_t{blockDim.x} * kWidth;

@@ -206,6 +206,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_prepare(const Tensor& q
   return {q, k, v, g, beta};
 }
 
+// tile and parts as in launch.h.
+Tensor linear_sm90(const Tensor& x, const Tensor& weight, bool silu, int64_t tile, int64_t parts) {
+  const Checker check("linear_sm90", x);
+  check.rank(x, "x", 2);
+  check.rank(weight, "weight", 2);
+  const int64_t rows = x.size(0), columns = x.size(1), features = weight.size(0);
+  check.tensor(x, "x", kBFloat16, {rows, columns}, Strides::kLastContiguous);
+  check.tensor(weight, "weight", kBFloat16, {features, columns});
+  check.multiple(features, silu ? 16 : 8, "rows of weight");
+  check.multiple(columns, 64 * parts, "columns of x");
+  check.multiple(x.stride(0), 8, "row stride of x");
+
+  const c10::cuda::CUDAGuard guard(x.device());
+  Tensor out = empty({rows, silu ? features / 2 : features}, x);
+  if (out.numel() > 0) {
+    check.launched(
+        launch_linear_sm90({x.const_data_ptr(), x.stride(0), weight.const_data_ptr(), out.mutable_data_ptr(),
+                            rows, features, columns, silu, static_cast<int>(tile), static_cast<int>(parts)},
+                           current_stream(x)));
+  }
+  return out;
+}
+
 std::tuple<Tensor, Tensor> attention_prepare(const Tensor& q, const Tensor& k, const Tensor& q_weight,
                                              const Tensor& k_weight, const Tensor& q_cos, const Tensor& q_sin,
                                              const Tensor& k_cos, const Tensor& k_sin, double eps) {
@@ -263,6 +286,7 @@ TORCH_LIBRARY(openjev_fast_cuda, library) {
   library.def("gate_mul", &gate_mul);
   library.def("gated_rms_norm", &gated_rms_norm);
   library.def("head_score", &head_score);
+  library.def("linear_sm90", &linear_sm90);
   library.def("silu_mul", &silu_mul);
 }
 

@@ -73,6 +73,13 @@ class Checker {
     }
   }
 
+  void multiple(int64_t value, int64_t of, const char* what) const {
+    if (value % of != 0) {
+      fail(std::string(what) + " must be a multiple of " + std::to_string(of) + ", found " +
+           std::to_string(value));
+    }
+  }
+
   // Kernels and grids count such quantities with 31 bits.
   void fits_int32(int64_t value, const char* what) const { at_most(value, (int64_t{1} << 31) - 1, what); }
 

@@ -98,6 +98,17 @@ __device__ __forceinline__ void round_to_bf16(float (&x)[kWidth]) {
   unpack(packed, x);
 }
 
+__device__ __forceinline__ float round_once(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// Lets a kernel launched as a programmatic dependent start once every block of this one has started: linear_sm90.cuh,
+// which fetches its weight until this kernel has ended. Nothing else is launched so. Does nothing before compute
+// capability 9.
+__device__ __forceinline__ void dependents_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 // Sum over aligned groups of kLanes lanes; every lane of the warp calls it and gets its group's sum.
 template <int kLanes>
 __device__ __forceinline__ float group_sum(float x) {

@@ -22,6 +22,7 @@ template <typename Tile>
 __global__ void __launch_bounds__(kGatedNormThreads)
     gated_rms_norm_kernel(HeadView x, HeadView z, const bf16* __restrict__ weight, bf16* __restrict__ out,
                           unsigned heads, unsigned total, int dim, float eps) {
+  dependents_may_start();
   constexpr int kWidth = Tile::kWidth, kItems = Tile::kItems;
   const unsigned index = blockIdx.x * (kGatedNormThreads / Tile::kLanes) + threadIdx.x / Tile::kLanes;
   // Lanes past the last head repeat it, so that every lane takes part in the reduction.

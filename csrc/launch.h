@@ -23,6 +23,23 @@ cudaError_t launch_head_score(const void* residual, const void* update, int part
                               float* score, int64_t candidates, int64_t residual_rows, int64_t width,
                               float eps, cudaStream_t stream);
 
+// x and w as linear_sm90.cuh has them; silu: the halves of w are gate and up. A block multiplies `tile` rows of w, of
+// either half with silu; `parts` blocks share a tile. Tiles there are kernels for: linear_sm90.cu.
+struct Linear {
+  const void* x;
+  int64_t x_row_stride;
+  const void* w;
+  void* out;
+  int64_t rows;
+  int64_t features;
+  int64_t columns;
+  bool silu;
+  int tile;
+  int parts;
+};
+
+cudaError_t launch_linear_sm90(const Linear& arguments, cudaStream_t stream);
+
 cudaError_t launch_silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t width,
                             cudaStream_t stream);
 

@@ -22,6 +22,7 @@ template <int kWidth>
 __global__ void __launch_bounds__(kSiluThreads)
     silu_mul_kernel(const bf16* __restrict__ gate_up, int64_t row_stride, bf16* __restrict__ out,
                     int64_t width, unsigned tiles) {
+  dependents_may_start();
   const unsigned row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int64_t column = (int64_t{tile} * kSiluThreads + threadIdx.x) * kWidth;
   if (column >= width) return;

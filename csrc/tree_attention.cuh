@@ -63,6 +63,7 @@ __device__ __forceinline__ int key_offset(int row, int chunk) {
 template <int kDim>
 __global__ void __launch_bounds__(kAttentionWarps* kWarp, 1)
     tree_attention_kernel(const __grid_constant__ TreeAttention a, HeadSplit split) {
+  dependents_may_start();
   constexpr int kChunks = kDim / kVector;
   constexpr int kRowsPerAccess = kWarp / kChunks;
   constexpr int kKeyTiles = kAttentionKeys / 8;

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
                                const __grid_constant__ CUtensorMap k_map,
                                const __grid_constant__ CUtensorMap v_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  dependents_may_start();
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<HopperShared<kGroups>*>(shared_bytes);
   const AttentionBlock block = attention_block(a, split);

@@ -42,6 +42,7 @@ __device__ __forceinline__ void wgmma_settle(float (&x)[kCount]) {
 #define OPENJEV_D8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OPENJEV_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OPENJEV_D32(d, i) OPENJEV_D8(d, i), OPENJEV_D8(d, i + 8), OPENJEV_D8(d, i + 16), OPENJEV_D8(d, i + 24)
 
 // d (+)= a b for 64 rows of the warpgroup and 64 columns, 16 deep; both multiplicands by descriptor, their
@@ -78,8 +79,97 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned a0, un
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(1));
 }
 
+// d (+)= a b for 64 rows of the warpgroup and kColumns columns, 16 deep; otherwise as wgmma_64x64x16.
+template <int kColumns>
+__device__ __forceinline__ void wgmma_tile(float (&d)[kColumns / 2], uint64_t a, uint64_t b, bool add);
+
+template <>
+__device__ __forceinline__ void wgmma_tile<40>(float (&d)[20], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %22, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19}, "
+      "%20, %21, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D8(d, 0), OPENJEV_D8(d, 8), OPENJEV_D4(d, 16)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<48>(float (&d)[24], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "%24, %25, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D8(d, 0), OPENJEV_D8(d, 8), OPENJEV_D8(d, 16)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<64>(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+  wgmma_64x64x16(d, a, b, add);
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<80>(float (&d)[40], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39}, "
+      "%40, %41, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<96>(float (&d)[48], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+      "%48, %49, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<112>(float (&d)[56], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55}, "
+      "%56, %57, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40), OPENJEV_D8(d, 48)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_tile<136>(float (&d)[68], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %70, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n136k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67}, "
+      "%68, %69, p, 1, 1, 0, 0;\n}\n"
+      : OPENJEV_D32(d, 0), OPENJEV_D32(d, 32), OPENJEV_D4(d, 64)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 #undef OPENJEV_D32
 #undef OPENJEV_D8
+#undef OPENJEV_D4
 
 // Barriers in shared memory, by address.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
@@ -119,6 +209,53 @@ __device__ __forceinline__ void copy_box(unsigned target, const CUtensorMap& map
       "%6}], [%2];\n" ::"r"(target),
       "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
+}
+
+// Copies one box of a tensor of two dimensions that is read once.
+__device__ __forceinline__ void copy_once(unsigned target, const CUtensorMap& map, unsigned barrier, int c0,
+                                          int c1) {
+  asm volatile(
+      "{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%3, %4}], [%2], once;\n}\n" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// Copies one box of a tensor of two dimensions.
+__device__ __forceinline__ void copy_box(unsigned target, const CUtensorMap& map, unsigned barrier, int c0,
+                                         int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];\n" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// The barrier of a cluster, in which every thread of every block takes part; what one wrote before it arrived is
+// visible to those that have waited.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
+}
+
+// The address in a block of the cluster of what lies at `address` in this one.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, int rank) {
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void store_to_cluster(unsigned there, float x) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;\n" ::"r"(there), "f"(x) : "memory");
+}
+
+// In a kernel launched as a programmatic dependent: waits for the end of those launched earlier.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
 
 // Orders this thread's earlier shared memory accesses before later ones of products and copies.

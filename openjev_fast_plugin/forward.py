@@ -13,7 +13,8 @@ from openjev_fast_plugin.ops import (
     delta_rule,
     gated_rms_norm,
     head_score,
-    silu_mul,
+    linear,
+    linear_silu_mul,
     tree_attention,
 )
 from openjev_fast_plugin.weights import FullAttentionWeights, LinearAttentionWeights, Shapes, Weights
@@ -44,7 +45,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
         if read is not None:
             residual = residual.index_select(0, read)
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
-        update = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+        update = linear(linear_silu_mul(normed, layer.gate_up), layer.down)
     assert update is not None, "a model has layers"
     every = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
     scores = head_score(
@@ -63,13 +64,11 @@ def _linear_attention(
     """Gated DeltaNet over every row [N, hidden]; the output of the rows in `read` only, where given."""
     channels, values = shapes.conv_channels, shapes.value_heads * shapes.value_dim
     if read is None:
-        qkv, z, ba = F.linear(normed, weights.project).split(
-            [channels, values, 2 * shapes.value_heads], dim=1
-        )
+        qkv, z, ba = linear(normed, weights.project).split([channels, values, 2 * shapes.value_heads], dim=1)
     else:
-        qkv = F.linear(normed, weights.project[:channels])
-        z = F.linear(normed.index_select(0, read), weights.project[channels : channels + values])
-        ba = F.linear(normed, weights.project[channels + values :])
+        qkv = linear(normed, weights.project[:channels])
+        z = linear(normed.index_select(0, read), weights.project[channels : channels + values])
+        ba = linear(normed, weights.project[channels + values :])
     b, a = ba.chunk(2, dim=1)
     q, k, v, g, beta = delta_prepare(
         qkv,
@@ -86,7 +85,7 @@ def _linear_attention(
     if read is not None:
         mixed = mixed.index_select(0, read)
     z = z.unflatten(1, (shapes.value_heads, shapes.value_dim))
-    return F.linear(gated_rms_norm(mixed, z, weights.norm, shapes.eps), weights.output)
+    return linear(gated_rms_norm(mixed, z, weights.norm, shapes.eps), weights.output)
 
 
 def _full_attention(
@@ -100,16 +99,16 @@ def _full_attention(
     """Gated attention of every row [N, hidden]; queries and output of the rows in `read` only, where given."""
     query_width, key_width = 2 * shapes.query_heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     if read is None:
-        projected = F.linear(normed, weights.project)
+        projected = linear(normed, weights.project)
         q_gate, keys, values = projected.split([query_width, key_width, key_width], dim=1)
         q_rotary, plan = rotary, layout.attention
     else:
-        q_gate = F.linear(normed.index_select(0, read), weights.project[:query_width])
-        keys, values = F.linear(normed, weights.project[query_width:]).chunk(2, dim=1)
+        q_gate = linear(normed.index_select(0, read), weights.project[:query_width])
+        keys, values = linear(normed, weights.project[query_width:]).chunk(2, dim=1)
         q_rotary = (rotary[0].index_select(0, read), rotary[1].index_select(0, read))
         plan = layout.read_attention
     q, gate = q_gate.unflatten(1, (shapes.query_heads, 2 * shapes.head_dim)).chunk(2, dim=2)
     keys, values = (x.unflatten(1, (shapes.kv_heads, shapes.head_dim)) for x in (keys, values))
     q, k = attention_prepare(q, keys, weights.q_norm, weights.k_norm, *q_rotary, *rotary, shapes.eps)
     mixed = tree_attention(q, k, values, gate, shapes.head_dim**-0.5, plan)
-    return F.linear(mixed, weights.output)
+    return linear(mixed, weights.output)

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from importlib import import_module
 
 import torch
+import torch.nn.functional as F
 
 from openjev_fast_plugin import build
+from openjev_fast_plugin.ops import linear
 from openjev_fast_plugin.ops._library import NAMESPACE
 
-_OPS = (
+# Names in torch.ops.openjev_fast_cuda.
+_KERNELS = (
     "add_rms_norm",
     "attention_prepare",
     "delta_prepare",
@@ -25,6 +28,7 @@ _OPS = (
     "gate_mul",
     "gated_rms_norm",
     "head_score",
+    "linear_sm90",
     "silu_mul",
     "tree_attention",
 )
@@ -39,7 +43,7 @@ def load() -> dict[str, Callable]:
     """
     torch.ops.load_library(str(build.build()))
     kernels = torch.ops.openjev_fast_cuda
-    return {name: getattr(kernels, name).default for name in _OPS}
+    return {name: getattr(kernels, name).default for name in _KERNELS}
 
 
 def _register(name: str) -> None:
@@ -54,5 +58,16 @@ def _register(name: str) -> None:
     _LIBRARY.impl(name, implementation)
 
 
-for _name in _OPS:
-    _register(_name)
+def _register_linear(name: str, portable: Callable, silu: bool) -> None:
+    def implementation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tile = linear._kernel_tile_of(x, weight, silu) if x.dtype is torch.bfloat16 else None
+        return portable(x, weight) if tile is None else load()["linear_sm90"](x, weight, silu, *tile)
+
+    _LIBRARY.impl(name, implementation)
+
+
+for _name in _KERNELS:
+    if _name != "linear_sm90":
+        _register(_name)
+_register_linear("linear", F.linear, silu=False)
+_register_linear("linear_silu_mul", linear._portable_silu_mul, silu=True)
