@@ -5,7 +5,9 @@
 
 Scope `e2e` times records to logits through the host's own model, each round one call of each mode, so that a slow
 spell of the machine meets all; scope `forward` times tokenized prompts to scores on a random-weight model built on
-the device. Prints a table and writes results/<device>/e2e.json.
+the device. Prints a table and writes results/<device>/e2e.json. Rows of scope `forward` say what rates were reached:
+`tflops`, matmuls, attention and delta rule of the rows computed over p50, and `gb_s`, every weight read once and every
+matmul's input and output written and read once over p50; `forward_work.py` says what counts.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ def render(rows: list[dict[str, Any]]) -> str:
     """A table; the ratio is the case's first mode over this one."""
     lines = [
         f"{'case':<16}{'mode':<7}{'p50 ms':>10}{'min ms':>10}{'max ms':>10}{'rows':>7}{'ratio':>7}"
-        f"{'kernels':>9}{'busy ms':>9}{'floor ms':>9}"
+        f"{'kernels':>9}{'busy ms':>9}{'floor ms':>9}{'TFLOP/s':>9}{'GB/s':>9}"
     ]
     first: dict[str, float] = {}
     for row in rows:
         base = first.setdefault(row["case"], row["p50_ms"])
         device = "".join(
-            f"{'' if row[key] is None else row[key]:>9}" for key in ("kernels", "busy_ms", "floor_ms")
+            f"{'' if row.get(key) is None else row[key]:>9}"
+            for key in ("kernels", "busy_ms", "floor_ms", "tflops", "gb_s")
         )
         lines.append(
             f"{row['case']:<16}{row['mode']:<7}{row['p50_ms']:>10.2f}{row['min_ms']:>10.2f}{row['max_ms']:>10.2f}"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from forward_work import packed_work, padded_work
 from harness import row, summary
 from models import head, prompts, text_config, text_model, use_delta_rule
 from torch.autograd import DeviceType
@@ -23,7 +24,7 @@ from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import build_layout
-from openjev_fast_plugin.weights import Weights, take_weights
+from openjev_fast_plugin.weights import Shapes, Weights, take_weights
 
 CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
 MODES = ("fla", "fast")
@@ -146,8 +147,12 @@ def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
 
 @torch.inference_mode()
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every case and mode asked for. Originals and fast hold their own copy of the same weights."""
+    """Rows of every case and mode asked for. Originals and fast hold their own copy of the same weights.
+
+    tflops and gb_s: what `forward_work` counts of a mode's rows, over p50.
+    """
     device = torch.device(args.device)
+    shapes = Shapes.of(text_config(args.profile, args.layers))
     modes = args.mode or MODES
     with step(f"building random {args.profile} models"):
         original = Original(args.profile, args.layers, device, 0) if {"torch", "fla"} & set(modes) else None
@@ -157,7 +162,8 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for case in args.case or CASES:
         sequences = prompts(case, 32_768)
-        packed = build_layout(build_forest(sequences), CUDA_BUCKET).rows
+        layout = build_layout(build_forest(sequences), CUDA_BUCKET)
+        packed = layout.rows
         floor = None if fast is None else round(matmul_floor(fast.weights, packed), 3)
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
@@ -178,6 +184,10 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
             count, busy, by_name = kernels(run)
+            if mode == "fast":
+                work = packed_work(shapes, layout)
+            else:
+                work = padded_work(shapes, len(sequences), max(map(len, sequences)))
             found.append(
                 row(
                     profile=args.profile,
@@ -190,6 +200,8 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     kernels=count,
                     busy_ms=round(busy, 3),
                     floor_ms=floor,
+                    tflops=round(work.tflops(statistics.median(times)), 1),
+                    gb_s=round(work.gb_s(statistics.median(times)), 1),
                     peak_gib=round(torch.cuda.max_memory_allocated(device) / 2**30, 2),
                     used_gib=round(
                         (torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]) / 2**30, 2

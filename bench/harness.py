@@ -86,9 +86,9 @@ def meta(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write(device: torch.device, bench: str, rows: list[dict[str, Any]]) -> Path:
-    """Write `results/<device>/<bench>.json`, all of it from this run; what an earlier run left is replaced."""
-    path = RESULTS / device_slug(device) / f"{bench}.json"
+def write(device: torch.device, bench: str, rows: list[dict[str, Any]], path: Path | None = None) -> Path:
+    """Write all rows of this run to `path`, by default `results/<device>/<bench>.json`; an earlier file is replaced."""
+    path = path or RESULTS / device_slug(device) / f"{bench}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"meta": meta(device), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,9 @@ from transformers.initialization import no_init_weights
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from openjev_fast_plugin.checkpoint import PROFILES, text_settings
+
+# Tokens of a prompt that it shares with no other, where a case says no more.
+_TAIL = 21
 
 
 def text_config(profile: str, layers: int | None = None, vocabulary: int = 32_768) -> Qwen3_5TextConfig:
@@ -81,7 +85,11 @@ def head(hidden: int, device: torch.device, seed: int) -> torch.nn.Linear:
 
 
 def prompts(case: str, vocabulary: int, seed: int = 0) -> list[np.ndarray]:
-    """Token sequences of a case: random ids with the lengths and the sharing of the request it is named after."""
+    """Token sequences of a case: random ids with the lengths and the sharing of the request it is named after.
+
+    case: `example`; `noul_N`, one prompt of N tokens; `choice_CxN`, C prompts of N tokens that differ in the last
+        21; `root_N`, one of N; `root_N_tails_C`, C prompts of 21 tokens after N that they share. ValueError otherwise.
+    """
     draw = np.random.default_rng(seed)
 
     def tokens(count: int) -> np.ndarray:
@@ -93,9 +101,11 @@ def prompts(case: str, vocabulary: int, seed: int = 0) -> list[np.ndarray]:
         found = [np.concatenate([root, routing, tokens(length)]) for length in (31, 29, 27)]
         found.append(np.concatenate([root, refund, tokens(23)]))
         return found + [np.concatenate([root, urgency, tokens(length)]) for length in (28, 27, 25)]
-    kind, size = case.split("_")
-    if kind == "noul":
-        return [tokens(int(size))]
-    candidates, length = (int(number) for number in size.split("x"))
-    root = tokens(length - 21)
-    return [np.concatenate([root, tokens(21)]) for _ in range(candidates)]
+    named = re.fullmatch(r"(?:noul|root)_(\d+)|choice_(\d+)x(\d+)|root_(\d+)_tails_(\d+)", case)
+    if named is None:
+        raise ValueError(f"no case is named {case!r}")
+    single, choices, length, shared, tails = (int(number or 0) for number in named.groups())
+    if single:
+        return [tokens(single)]
+    root = tokens(shared or length - _TAIL)
+    return [np.concatenate([root, tokens(_TAIL)]) for _ in range(tails or choices)]

@@ -3,6 +3,7 @@ import pytest
 import torch
 from comparison import assert_close, relative_l2
 from forests import TREES, Tree, split_sequence
+from op_inputs import DECAYS, exact_delta_rule
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
@@ -11,8 +12,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from openjev_fast_plugin.ops import delta_rule, delta_rule_ref, plan_delta_rule
 
 CPU = torch.device("cpu")
-# Natural logarithms of the decay a row: remembers thousands of rows, and forgets within one or two.
-DECAYS = {"slow": (1e-4, 1e-2), "fast": (0.5, 3.0)}
 
 
 def inputs(
@@ -31,18 +30,8 @@ def packed(given: list[torch.Tensor], tree: Tree, chunk_size: int) -> torch.Tens
 
 
 def recurrence(given: list[torch.Tensor]) -> torch.Tensor:
-    """Token by token in float64, written from the formula; one sequence, [N, HV, V]."""
-    q, k, v, g, beta = (x.double() for x in given)
-    groups = v.shape[1] // q.shape[1]
-    q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
-    state = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
-    output = torch.empty_like(v)
-    for t in range(v.shape[0]):
-        state = state * g[t].exp()[:, None, None]
-        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * error[:, None, :]
-        output[t] = torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[2] ** -0.5
-    return output
+    """Token by token in float64; one sequence, [N, HV, V]."""
+    return exact_delta_rule(given, *Tree.of((len(given[0]), -1)).nodes)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

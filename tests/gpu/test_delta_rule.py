@@ -10,6 +10,7 @@ a set, and 1.10 times in one case.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 # The parent folder is on the path through its conftest.py.
 from comparison import assert_close, relative_l2
 from forests import TREES, Tree, split_sequence
+from op_inputs import DECAYS, PROFILES, exact_delta_rule
+from op_inputs import delta_rule as delta_rule_inputs
 
 from openjev_fast_plugin.ops import DeltaPlan, delta_rule, delta_rule_ref, plan_delta_rule
 
@@ -29,8 +32,6 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 CHUNK = 64
-# Natural logarithms of the decay a row: remembers thousands of rows, and forgets within one or two.
-DECAYS = {"slow": (1e-4, 1e-2), "fast": (0.5, 3.0)}
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096]
 FOLLOWS, FOLLOWS_FAR = 2e-3, 2.5e-3
 POOLED, SINGLE = 1.05, 1.10
@@ -41,19 +42,8 @@ Inputs = list[torch.Tensor]
 def inputs(
     rows: int, decay: str = "slow", key_heads: int = 16, groups: int = 3, alike: float = 0.0
 ) -> Inputs:
-    """q, k, v, g, beta as delta_prepare leaves them; `alike` is the share of a direction all keys have in common."""
-    draw = torch.Generator("cuda").manual_seed(rows)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=CUDA, generator=draw)
-
-    q, k = normal(2, rows, key_heads, 128)
-    k = (1 - alike) * k + alike * normal(1, key_heads, 128)
-    q, k = (torch.nn.functional.normalize(x, dim=-1).bfloat16() for x in (q, k))
-    v = normal(rows, key_heads * groups, 128).bfloat16()
-    low, high = DECAYS[decay]
-    g, beta = torch.rand(2, rows, key_heads * groups, device=CUDA, generator=draw)
-    return [q, k, v, -(low + (high - low) * g), beta.bfloat16().float()]
+    profile = replace(PROFILES["27b"], key_heads=key_heads, value_heads=key_heads * groups)
+    return delta_rule_inputs(profile, rows, decay, alike, CUDA.type)
 
 
 def plan_of(tree: Tree) -> DeltaPlan:
@@ -67,23 +57,6 @@ def run(given: Inputs, plan: DeltaPlan) -> torch.Tensor:
     output = delta_rule(*given, plan)
     torch.cuda.synchronize()
     return output
-
-
-def recurrence(given: Inputs, tree: Tree) -> torch.Tensor:
-    """Token by token in float64, written from the formula."""
-    q, k, v, g, beta = (x.double() for x in given)
-    groups = v.shape[1] // q.shape[1]
-    q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
-    decay, output, states = g.exp()[:, :, None, None], torch.empty_like(v), []
-    for start, length, parent in zip(*(x.tolist() for x in tree.nodes), strict=True):
-        state = states[parent] if parent >= 0 else v.new_zeros(v.shape[1], q.shape[2], v.shape[2])
-        for t in range(start, start + length):
-            state = state * decay[t]
-            error = beta[t][:, None] * (v[t] - (k[t][:, None] @ state)[:, 0])
-            state = torch.baddbmm(state, k[t][:, :, None], error[:, None])
-            output[t] = (q[t][:, None] @ state)[:, 0]
-        states.append(state)
-    return output * q.shape[2] ** -0.5
 
 
 def assert_follows(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
@@ -147,7 +120,7 @@ def test_many_blocks_wait_for_their_parents():
 def errors(rows: int, decay: str, **more: float) -> dict[str, torch.Tensor]:
     """Differences from float64 of one sequence, and its norm."""
     given, tree = inputs(rows, decay, **more), Tree.of((rows, -1))
-    exact = recurrence(given, tree)
+    exact = exact_delta_rule(given, *tree.nodes)
     outputs = {"kernel": run(given, plan_of(tree)), "reference": delta_rule_ref(*given, *tree.nodes, CHUNK)}
     if find_spec("fla") is not None:
         outputs["fla"] = by_fla(given)
@@ -184,7 +157,7 @@ def test_error_against_float64_is_no_larger_than_the_references_and_flas():
 
 def test_a_split_at_any_position_stays_near_the_whole():
     given = inputs(200)
-    exact = recurrence(given, Tree.of((200, -1)))
+    exact = exact_delta_rule(given, *Tree.of((200, -1)).nodes)
     whole = run(given, plan_of(Tree.of((200, -1))))
     for at in range(1, 200):
         found = run(given, plan_of(split_sequence(200, at)))

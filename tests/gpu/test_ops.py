@@ -11,8 +11,8 @@ import pytest
 import torch
 
 # The parent folder is on the path through its conftest.py.
-from cases import CASES, PROFILES
 from comparison import bfloat16_ulp
+from op_inputs import CASES, PROFILES
 
 from openjev_fast_plugin import ops
 

@@ -9,6 +9,8 @@ what its terms add up to without their signs: each softmax weight is rounded by 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,8 @@ import torch.nn.functional as F
 # The parent folder is on the path through its conftest.py.
 from comparison import bfloat16_ulp, relative_l2
 from forests import TREES, Tree
+from op_inputs import PROFILES, exact_attention
+from op_inputs import tree_attention as tree_attention_inputs
 
 from openjev_fast_plugin.ops import AttentionPlan, gate_mul, plan_attention, tree_attention
 
@@ -64,18 +68,9 @@ CASES = {
 
 
 def inputs(queries: int, rows: int, heads: str = "27b", seed: int = 0) -> tuple:
-    """q, k, v, gate, scale as the forward makes them: v and gate are slices of fused projections."""
-    torch.manual_seed(seed)
     query_heads, kv_heads, dim = HEADS[heads]
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=CUDA).bfloat16()
-
-    q, k = normal(queries, query_heads, dim), normal(rows, kv_heads, dim)
-    v = normal(rows, 3 * kv_heads * dim)[:, kv_heads * dim : 2 * kv_heads * dim].unflatten(1, (kv_heads, dim))
-    gate = normal(queries, query_heads, 2 * dim)[..., dim:]
-    # Scores of deviation 2: weights neither uniform nor all on one key.
-    return q, k, v, gate, 2 * dim**-0.5
+    profile = replace(PROFILES["27b"], query_heads=query_heads, kv_heads=kv_heads, head_dim=dim)
+    return tree_attention_inputs(profile, queries, rows, seed, CUDA.type)
 
 
 def plan_of(tree: Tree, query_row: np.ndarray, **options) -> AttentionPlan:
@@ -94,30 +89,21 @@ def gathered(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention times the gate, path by path: in float64, in float64 of the values' magnitudes, PyTorch's."""
     q, k, v, gate, scale = given
-    exact = torch.empty(q.shape, dtype=torch.float64, device=CUDA)
-    magnitude, theirs = torch.empty_like(exact), torch.empty_like(q)
-    groups, node_of_query = q.shape[1] // k.shape[1], tree.node_of_row[query_row]
+    theirs, node_of_query = torch.empty_like(q), tree.node_of_row[query_row]
+    exact, magnitude = exact_attention(given, *tree.nodes, query_row, node_of_query)
     for node in np.unique(node_of_query):
         path = torch.from_numpy(tree.path(int(node))).to(CUDA)
         mine = torch.from_numpy(np.flatnonzero(node_of_query == node)).to(CUDA)
         depth = torch.from_numpy(query_row).to(CUDA)[mine] - path[-1] + len(path) - 1
-        seen = torch.arange(len(path), device=CUDA) <= depth[:, None]
         keys, values = k[path].transpose(0, 1), v[path].transpose(0, 1)
-        queries = q[mine].transpose(0, 1)
-        score = queries.double() @ keys.double().repeat_interleave(groups, 0).mT * scale
-        weight = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=-1)
-        wide = values.double().repeat_interleave(groups, 0)
-        exact[mine] = (weight @ wide).transpose(0, 1)
-        magnitude[mine] = (weight @ wide.abs()).transpose(0, 1)
         # Queries at their places in the path, so that the causal kernels run.
         padded = torch.zeros(q.shape[1], len(path), q.shape[2], dtype=q.dtype, device=CUDA)
-        padded[:, depth] = queries
+        padded[:, depth] = q[mine].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             padded[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
         )
         theirs[mine] = out[0, :, depth].transpose(0, 1)
-    factor = torch.sigmoid(gate.double())
-    return (exact * factor).flatten(1), (magnitude * factor).flatten(1), gate_mul(theirs, gate)
+    return exact, magnitude, gate_mul(theirs, gate)
 
 
 def check(given: tuple, tree: Tree, query_row: np.ndarray, found: torch.Tensor) -> None:
