@@ -12,7 +12,7 @@
 //   has ended, if that allows it, and fetches the first of the weight: no kernel that may be under way writes it. Up
 //   to 227 KiB of shared memory; no spills; sm_90a; deterministic; graph-safe.
 // Architecture-specific targets: sm_90a
-// Source: the upstream modules named above. Twin: F.linear, and silu_mul_ref after it, tests/gpu/test_linear.py.
+// Source: the upstream modules named above. Twins: linear_ref and linear_silu_mul_ref, tests/gpu/test_linear.py.
 #pragma once
 
 #include "launch.h"

@@ -1,5 +1,7 @@
 """The cases that the sanitizers run, on the CPU: they run, and they reach every kernel and kind of padding."""
 
+from itertools import chain
+
 import sanitize
 import torch
 from op_registry import tensors
@@ -9,10 +11,11 @@ from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS
 
 
 def test_every_op_has_cases_that_run():
-    names = [name for cases in (sanitize.row_cases, sanitize.tree_cases) for name, _ in cases("cpu")]
+    every = (sanitize.row_cases, sanitize.product_cases, sanitize.tree_cases)
+    names = [name for cases in every for name, _ in cases("cpu")]
     public = {name.removesuffix("_ref") for name in ops.__all__ if name.endswith("_ref")}
     assert {name.split(" ")[0].rstrip(",") for name in names} == public
-    for name, call in sanitize.row_cases("cpu"):
+    for name, call in chain(sanitize.row_cases("cpu"), sanitize.product_cases("cpu")):
         for output in tensors(call()):
             assert torch.isfinite(output.float()).all(), name
 

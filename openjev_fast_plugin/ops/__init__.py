@@ -8,7 +8,7 @@ from openjev_fast_plugin.ops.delta_rule import DeltaPlan, delta_rule, delta_rule
 from openjev_fast_plugin.ops.gate_mul import gate_mul, gate_mul_ref
 from openjev_fast_plugin.ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from openjev_fast_plugin.ops.head_score import head_score, head_score_ref
-from openjev_fast_plugin.ops.linear import linear, linear_silu_mul
+from openjev_fast_plugin.ops.linear import linear, linear_ref, linear_silu_mul, linear_silu_mul_ref
 from openjev_fast_plugin.ops.silu_mul import silu_mul, silu_mul_ref
 from openjev_fast_plugin.ops.tree_attention import (
     AttentionPlan,
@@ -35,7 +35,9 @@ __all__ = [
     "head_score",
     "head_score_ref",
     "linear",
+    "linear_ref",
     "linear_silu_mul",
+    "linear_silu_mul_ref",
     "plan_attention",
     "plan_delta_rule",
     "silu_mul",

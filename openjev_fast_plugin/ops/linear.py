@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from openjev_fast_plugin.ops._library import define
-from openjev_fast_plugin.ops.silu_mul import silu_mul
+from openjev_fast_plugin.ops.silu_mul import silu_mul, silu_mul_ref
 
 # What csrc/linear_sm90.cu has kernels for: weight rows of a block's tile and blocks that share a tile's columns.
 _TILES = ((40, 1), (64, 1), (80, 1), (112, 1), (136, 1), (64, 2), (80, 2))
@@ -54,6 +54,16 @@ def _kernel_tile_of(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     features, columns = weight.shape
     return kernel_tile(x.shape[0], features, columns, multiprocessors, silu)
+
+
+def linear_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The readable twin of :func:`linear`: summed in float32, rounded once."""
+    return (x.float() @ weight.float().t()).to(x.dtype)
+
+
+def linear_silu_mul_ref(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """The readable twin of :func:`linear_silu_mul`: same rounding points."""
+    return silu_mul_ref(linear_ref(x, gate_up))
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

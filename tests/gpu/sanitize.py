@@ -38,6 +38,19 @@ def row_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
             yield f"{name} {profile}", partial(getattr(ops, name), *case(PROFILES[profile], 9, device=device))
 
 
+def product_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
+    """The matmuls of few rows: one warpgroup and two, a width no tile divides, columns in one part and in two."""
+    from op_inputs import normal
+
+    from openjev_fast_plugin import ops
+
+    for rows in (5, 72):
+        for features, columns in ((200, 192), (400, 1536)):
+            x, weight = normal(rows, columns, device=device), normal(features, columns, device=device)
+            for op in (ops.linear, ops.linear_silu_mul):
+                yield f"{op.__name__}, {rows} rows, {features} x {columns}", partial(op, x, weight)
+
+
 def tree_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
     """The ops over a tree: one forest with every kind of node and padding, few heads."""
     import numpy as np
@@ -84,7 +97,7 @@ def tree_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
 def run_cases() -> None:
     import torch
 
-    for cases in (row_cases, tree_cases):
+    for cases in (row_cases, product_cases, tree_cases):
         for name, call in cases():
             print(name, flush=True)
             call()
