@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import row, summary
-from models import head, prompts, text_config, text_model, use_delta_rule
+from models import best_delta_rule, head, prompts, text_config, text_model, use_delta_rule
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,12 +21,13 @@ from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.graphs import CapturedAtOnce, GraphedForward
 from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.padded import PaddedBatch, padded_forward
 from openjev_fast_plugin.weights import Weights, take_weights
 
 CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
-MODES = ("fla", "fast")
+MODES = ("fla", "graph", "fast")
 # A slow baseline gets fewer rounds: as many as fit, at least three.
 _SECONDS_PER_CASE = 8.0
 
@@ -53,6 +54,25 @@ class Original:
         def run() -> torch.Tensor:
             hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             return self.head(hidden[each, lengths - 1].float()).squeeze(-1).cpu()
+
+        return run
+
+
+class Graph:
+    """The graph backend on the modules of an `Original`, which may run as something else once a graph is captured."""
+
+    def __init__(self, original: Original):
+        self._model = original.model
+        self.graphs = CapturedAtOnce(
+            partial(padded_forward, original.model, original.head), original.head.weight.device
+        )
+
+    def scorer(self, sequences: list[np.ndarray]) -> Callable[[], torch.Tensor]:
+        """A call that pads the prompts, runs them and brings the scores to the host."""
+        use_delta_rule(self._model, best_delta_rule())
+
+        def run() -> torch.Tensor:
+            return self.graphs(PaddedBatch.of(sequences, pad=0))[0].cpu()
 
         return run
 
@@ -146,11 +166,12 @@ def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
 
 @torch.inference_mode()
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every case and mode asked for. Originals and fast hold their own copy of the same weights."""
+    """Rows of every case and mode asked for. Fast has its own copy of the weights, all other modes share one."""
     device = torch.device(args.device)
     modes = args.mode or MODES
     with step(f"building random {args.profile} models"):
-        original = Original(args.profile, args.layers, device, 0) if {"torch", "fla"} & set(modes) else None
+        original = None if set(modes) == {"fast"} else Original(args.profile, args.layers, device, 0)
+        graph = Graph(original) if original is not None and "graph" in modes else None
         fast = Fast(args.profile, args.layers, device, 0) if "fast" in modes else None
     if fast is not None:
         say(f"peak memory while fusing: {fast.peak_while_fusing:.3f} of what was there before")
@@ -161,22 +182,27 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         floor = None if fast is None else round(matmul_floor(fast.weights, packed), 3)
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
+            first, graphs, replays = None, None, 0
             if mode in ("torch", "fla"):
                 assert original is not None
                 use_delta_rule(original.model, mode)
                 run, computed = original.scorer(sequences), len(sequences) * max(map(len, sequences))
-                first = None
             else:
-                assert fast is not None
-                run, computed = fast.scorer(sequences), packed
+                chosen = graph if mode == "graph" else fast
+                assert chosen is not None
+                run, graphs = chosen.scorer(sequences), chosen.graphs
+                computed = packed if chosen is fast else len(sequences) * max(map(len, sequences))
                 torch.cuda.synchronize()
                 before = time.perf_counter()
                 run()
                 first = 1e3 * (time.perf_counter() - before)
-                fast.graphs.wait_until_captured()
+                if isinstance(graphs, GraphedForward):
+                    graphs.wait_until_captured()
+                replays = graphs.counts["replays"]
             torch.cuda.reset_peak_memory_stats(device)
             times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
+            replayed = None if graphs is None else graphs.counts["replays"] > replays
             count, busy, by_name = kernels(run)
             found.append(
                 row(
@@ -195,6 +221,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                         (torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]) / 2**30, 2
                     ),
                     first_ms=None if first is None else round(first, 3),
+                    replayed=replayed,
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),
                 )

@@ -50,6 +50,11 @@ def text_model(
     return model.eval().requires_grad_(False)
 
 
+def best_delta_rule() -> str:
+    """What Transformers takes by itself: `fla` where it is installed, else `torch`."""
+    return "torch" if upstream.chunk_gated_delta_rule is None else "fla"
+
+
 def use_delta_rule(model: upstream.Qwen3_5TextModel, mode: str) -> None:
     """Switch a model's linear attention to FLA's kernels (`fla`) or to PyTorch, as without FLA (`torch`)."""
     if mode == "fla" and upstream.chunk_gated_delta_rule is None:
