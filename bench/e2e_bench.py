@@ -1,4 +1,4 @@
-"""Original and fast forward side by side, in one process, on one machine.
+"""The original and the backends side by side, in one process, on one machine.
 
     python bench/e2e_bench.py                                   # small profile, CPU, records to logits
     python bench/e2e_bench.py --device cuda:0 --profile 27b --scope forward
@@ -54,7 +54,10 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     parser.add_argument(
-        "--mode", action="append", help="torch, fla (scope forward) or fast; repeat for several"
+        "--mode",
+        action="append",
+        help="torch, fla (scope forward), graph (on a GPU) or fast; repeat for several (default: torch and fast, "
+        "in scope forward fla, graph and fast)",
     )
     parser.add_argument("--case", action="append", help="repeat for several (default: all of the scope)")
     parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default: 15)")
@@ -64,6 +67,8 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="scope forward: fewer layers than the profile has")
     args = parser.parse_args()
+    if "graph" in (args.mode or ()) and torch.device(args.device).type != "cuda":
+        parser.error(f"mode graph captures CUDA Graphs and needs a GPU, found --device {args.device}")
     if args.scope == "e2e":
         from host_scope import rows
     else:

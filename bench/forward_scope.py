@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from forward_work import packed_work, padded_work
 from harness import row, summary
-from models import head, prompts, text_config, text_model, use_delta_rule
+from models import VOCABULARY, best_delta_rule, head, prompts, text_config, text_model, use_delta_rule
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,12 +22,14 @@ from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.graphs import CapturedAtOnce, GraphedForward
 from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.ops import linear
+from openjev_fast_plugin.padded import PaddedBatch, padded_forward
 from openjev_fast_plugin.weights import Shapes, Weights, take_weights
 
 CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
-MODES = ("fla", "fast")
+MODES = ("fla", "graph", "fast")
 # A slow baseline gets fewer rounds: as many as fit, at least three.
 _SECONDS_PER_CASE = 8.0
 
@@ -58,6 +60,25 @@ class Original:
         return run
 
 
+class Graph:
+    """The graph backend on the modules of an `Original`, which may run as something else once a graph is captured."""
+
+    def __init__(self, original: Original):
+        self._model = original.model
+        self.graphs = CapturedAtOnce(
+            partial(padded_forward, original.model, original.head), original.head.weight.device
+        )
+
+    def scorer(self, sequences: list[np.ndarray]) -> Callable[[], torch.Tensor]:
+        """A call that pads the prompts, runs them and brings the scores to the host."""
+        use_delta_rule(self._model, best_delta_rule())
+
+        def run() -> torch.Tensor:
+            return self.graphs(PaddedBatch.of(sequences, pad=0))[0].cpu()
+
+        return run
+
+
 class Fast:
     """The packed forward; a call starts from token sequences on the host."""
 
@@ -69,6 +90,7 @@ class Fast:
         self.weights = take_weights(model, head(config.hidden_size, device, seed))
         del model
         self.peak_while_fusing = torch.cuda.max_memory_allocated(device) / built
+        self._device = device
         self.graphs = GraphedForward(partial(forward, self.weights), device)
 
     def scorer(self, sequences: list[np.ndarray]) -> Callable[[], torch.Tensor]:
@@ -79,6 +101,17 @@ class Fast:
             return self.graphs(layout)[0][: len(sequences)].cpu()
 
         return run
+
+    def memory(self, sequences: list[np.ndarray]) -> dict[str, float]:
+        """GiB at the most allocated, and in use on the device, over a first answer, its capture and a replay."""
+        run = self.scorer(sequences)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        self.graphs.wait_until_captured()
+        run()
+        free, whole = torch.cuda.mem_get_info(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        return {"peak_gib": round(peak / 2**30, 2), "used_gib": round((whole - free) / 2**30, 2)}
 
 
 def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[float]:
@@ -107,7 +140,7 @@ def kernels(run: Callable[[], torch.Tensor]) -> tuple[int, float, dict[str, floa
 
 
 def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
-    """Milliseconds of all matmuls of a forward at this many rows, each shape at the better of two formulations.
+    """Milliseconds of all matmuls of a forward at this many rows, each shape at the best of four formulations.
 
     Every layer's own weight is read, so none is warm; the last layer counts like the others.
     """
@@ -121,6 +154,7 @@ def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
         x_t = x.t().contiguous().t()
         formulations = {
             "x w^T": lambda w, x=x: F.linear(x, w),
+            "x w^T, ours": lambda w, x=x: linear(x, w),
             "w x^T": lambda w, x=x: torch.mm(w, x.t()),
             "w x^T, x transposed": lambda w, x=x_t: torch.mm(w, x.t()),
         }
@@ -147,42 +181,52 @@ def matmul_floor(weights: Weights, rows: int, repeats: int = 10) -> float:
 
 @torch.inference_mode()
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every case and mode asked for. Originals and fast hold their own copy of the same weights.
+    """Rows of every case and mode asked for. Fast has its own copy of the weights, all other modes share one.
 
-    tflops and gb_s: what `forward_work` counts of a mode's rows, over p50.
+    tflops and gb_s: what `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case
+    after case while no other model is on the device. first_ms: a shape's first answer.
     """
     device = torch.device(args.device)
     shapes = Shapes.of(text_config(args.profile, args.layers))
     modes = args.mode or MODES
-    with step(f"building random {args.profile} models"):
-        original = Original(args.profile, args.layers, device, 0) if {"torch", "fla"} & set(modes) else None
-        fast = Fast(args.profile, args.layers, device, 0) if "fast" in modes else None
-    if fast is not None:
+    cases = {case: prompts(case, VOCABULARY) for case in args.case or CASES}
+    fast, memory = None, {}
+    if "fast" in modes:
+        with step(f"building a random {args.profile} model for fast"):
+            fast = Fast(args.profile, args.layers, device, 0)
         say(f"peak memory while fusing: {fast.peak_while_fusing:.3f} of what was there before")
+        memory = {case: fast.memory(sequences) for case, sequences in cases.items()}
+        fast.graphs = GraphedForward(partial(forward, fast.weights), device)
+    with step(f"building a random {args.profile} model for the others"):
+        original = None if set(modes) == {"fast"} else Original(args.profile, args.layers, device, 0)
+        graph = Graph(original) if original is not None and "graph" in modes else None
     found = []
-    for case in args.case or CASES:
-        sequences = prompts(case, 32_768)
+    for case, sequences in cases.items():
         layout = build_layout(build_forest(sequences), CUDA_BUCKET)
         packed = layout.rows
         floor = None if fast is None else round(matmul_floor(fast.weights, packed), 3)
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
+            first, graphs, replays = None, None, 0
             if mode in ("torch", "fla"):
                 assert original is not None
                 use_delta_rule(original.model, mode)
                 run, computed = original.scorer(sequences), len(sequences) * max(map(len, sequences))
-                first = None
             else:
-                assert fast is not None
-                run, computed = fast.scorer(sequences), packed
+                chosen = graph if mode == "graph" else fast
+                assert chosen is not None
+                run, graphs = chosen.scorer(sequences), chosen.graphs
+                computed = packed if chosen is fast else len(sequences) * max(map(len, sequences))
                 torch.cuda.synchronize()
                 before = time.perf_counter()
                 run()
                 first = 1e3 * (time.perf_counter() - before)
-                fast.graphs.wait_until_captured()
-            torch.cuda.reset_peak_memory_stats(device)
+                if isinstance(graphs, GraphedForward):
+                    graphs.wait_until_captured()
+                replays = graphs.counts["replays"]
             times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
+            replayed = None if graphs is None else graphs.counts["replays"] > replays
             count, busy, by_name = kernels(run)
             if mode == "fast":
                 work = packed_work(shapes, layout)
@@ -202,11 +246,9 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     floor_ms=floor,
                     tflops=round(work.tflops(statistics.median(times)), 1),
                     gb_s=round(work.gb_s(statistics.median(times)), 1),
-                    peak_gib=round(torch.cuda.max_memory_allocated(device) / 2**30, 2),
-                    used_gib=round(
-                        (torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]) / 2**30, 2
-                    ),
+                    **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
                     first_ms=None if first is None else round(first, 3),
+                    replayed=replayed,
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),
                 )

@@ -21,6 +21,7 @@ from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.takeover import accelerate
 
 CASES = ("example", "choice_32x512")
+# Without `graph`, since each mode has its own copy of the weights; --mode asks for it.
 MODES = ("torch", "fast")
 
 

@@ -17,7 +17,11 @@ from openjev_fast_plugin.checkpoint import PROFILES, text_settings
 _TAIL = 21
 
 
-def text_config(profile: str, layers: int | None = None, vocabulary: int = 32_768) -> Qwen3_5TextConfig:
+# Tokens of the released models.
+VOCABULARY = 248_320
+
+
+def text_config(profile: str, layers: int | None = None, vocabulary: int = VOCABULARY) -> Qwen3_5TextConfig:
     """The configuration of a profile, with fewer layers or a smaller vocabulary where memory asks for it."""
     shapes = PROFILES[profile]
     shapes = replace(shapes, vocab=vocabulary, layers=layers or shapes.layers)
@@ -52,6 +56,11 @@ def text_model(
                 scale = 0.5 if "conv1d" in name or "embed" in name else parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale, generator=generator)
     return model.eval().requires_grad_(False)
+
+
+def best_delta_rule() -> str:
+    """What Transformers takes by itself: `fla` where it is installed, else `torch`."""
+    return "torch" if upstream.chunk_gated_delta_rule is None else "fla"
 
 
 def use_delta_rule(model: upstream.Qwen3_5TextModel, mode: str) -> None:

@@ -20,9 +20,10 @@ from .settings import AUTO, ORIGINAL, BackendError, Selection, origin, resolve
 log = logging.getLogger("openjev_fast")
 
 PROGRAMS = ("jev.server", "jev.predict")
-BUILT_IN = (ORIGINAL, "fast", AUTO)
+BUILT_IN = (ORIGINAL, "fast", "graph", AUTO)
 HELP = (
-    "which backend computes the answers (openjev-fast-plugin): torch is the original, auto the best that "
+    "which backend computes the answers (openjev-fast-plugin): fast computes text that prompts share once, graph "
+    "replays the original modules as CUDA Graphs and needs no compiler, torch is the original, auto the best that "
     'takes this model; default: OPENJEV_BACKEND, then "backend" in the checkpoint\'s model.json, then torch'
 )
 

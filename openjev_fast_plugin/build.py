@@ -33,6 +33,8 @@ _SUFFIXES = (".cu", ".cuh", ".cpp", ".h")
 _SPECIFIC = re.compile(r"^// Architecture-specific targets: (.+)$", re.MULTILINE)
 DEVICE_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall")
 _HOST_FLAGS = ("-std=c++17", "-O2", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall")
+# The way out where there is no compiler, or none that does.
+NO_COMPILER = "serve with --backend graph, which needs no compiler"
 _FINISHED = re.compile(r"\[(\d+)/(\d+)\]")
 
 
@@ -66,7 +68,7 @@ def architectures(capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
         if not OLDEST <= (major, minor) <= NEWEST:
             raise BuildError(
                 f"a visible GPU has compute capability {major}.{minor}; the kernels need 8.0 to 12.x "
-                "(hide it with CUDA_VISIBLE_DEVICES, or serve with another backend)"
+                f"(hide it with CUDA_VISIBLE_DEVICES, or {NO_COMPILER})"
             )
     if not found:
         raise BuildError("no CUDA device is visible, so there is no architecture to build the kernels for")
@@ -124,20 +126,23 @@ def find_toolchain(names: Iterable[str], cuda_version: str) -> Toolchain:
     if ninja is None:
         missing.append("ninja: `pip install ninja`")
     if nvcc is None or host is None or ninja is None:
-        raise BuildError("the CUDA kernels cannot be built; missing:\n  " + "\n  ".join(missing))
+        raise BuildError(
+            "the CUDA kernels cannot be built; missing:\n  " + "\n  ".join(missing) + f"\nor {NO_COMPILER}"
+        )
     version = _output(nvcc, "--version")
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or release.group(1) != major:
         found = f"{release.group(1)}.{release.group(2)}" if release else f"unknown ({version.strip()!r})"
         raise BuildError(
             f"{nvcc} is of CUDA {found}, torch was built for CUDA {cuda_version}: install a CUDA {major}.x "
-            "toolkit and put its bin folder first on PATH"
+            f"toolkit and put its bin folder first on PATH, or {NO_COMPILER}"
         )
     known = _output(nvcc, "--list-gpu-code").split()
     for name in names:
         if name not in known:
             raise BuildError(
-                f"{nvcc} {release.group(0)} does not know {name}: install a newer CUDA {major}.x toolkit"
+                f"{nvcc} {release.group(0)} does not know {name}: install a newer CUDA {major}.x toolkit, "
+                f"or {NO_COMPILER}"
             )
     return Toolchain(nvcc, ninja, (version, _output(host, "--version")))
 
@@ -317,7 +322,9 @@ def _run_ninja(scratch: Path, plan: Plan) -> None:
             reader.join(timeout=1.0)
         code = process.wait()
     if code != 0:
-        raise BuildError(f"compiling the CUDA kernels failed (ninja exit {code}):\n{''.join(output)}")
+        raise BuildError(
+            f"compiling the CUDA kernels failed (ninja exit {code}; {NO_COMPILER}):\n{''.join(output)}"
+        )
     seconds = time.monotonic() - start
     _say(f"openjev-fast: CUDA kernels compiled in {seconds:.0f} s, kept in {scratch.parent}\n")
 

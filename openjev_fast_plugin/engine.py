@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from openjev_fast_plugin import weights as model_weights
@@ -107,15 +108,7 @@ class FastEngine:
         RuntimeError when the model's backbone or head is no longer what was taken over.
         """
         self._check_unchanged()
-        if not records:
-            raise IndexError("there are no records to score")
-        sequences = self._encoder.encode(records)
-        lengths = [len(sequence) for group in sequences for sequence in group]
-        longest = max(lengths)
-        if longest > self._model.max_length:
-            raise ValueError(
-                f"Input length {longest} exceeds max_length={self._model.max_length}; no silent truncation"
-            )
+        sequences = encode(self._encoder, records, self._model.max_length)
         parts = split_to_fit(sequences, self.max_rows)
         scores: list[list[torch.Tensor]] = [[] for _ in records]
         rows_computed = replayed = 0
@@ -132,9 +125,9 @@ class FastEngine:
                 scores[group].append(piece)
         # torch.cat copies: outside inference mode what leaves here is an ordinary tensor.
         logits = [
-            _as_logits(record, torch.cat(pieces)) for record, pieces in zip(records, scores, strict=True)
+            as_logits(record, torch.cat(pieces)) for record, pieces in zip(records, scores, strict=True)
         ]
-        total = sum(lengths)
+        total = sum(len(sequence) for group in sequences for sequence in group)
         stats = {"rows_asked": total, "rows_computed": rows_computed, "forwards": len(parts)}
         if self._graphs is not None:
             stats["graph_replays"] = replayed
@@ -142,14 +135,7 @@ class FastEngine:
 
     def _check_unchanged(self) -> None:
         read = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
-        if (
-            self._model.backbone is not self._backbone
-            or [parameter.data_ptr() for parameter in self._model.head.parameters()] != read
-        ):
-            raise RuntimeError(
-                "the backbone or the head of this model was replaced, converted or moved after the fast backend took "
-                "it over; change the model first, then hand it over"
-            )
+        check_unchanged(self._model, self._backbone, read)
 
     def _run(self, layout: Layout) -> tuple[torch.Tensor, bool]:
         """Scores of a layout on the host, and whether a captured graph was replayed."""
@@ -170,25 +156,57 @@ def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str
     return missing
 
 
-def _as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
+def encode(encoder: PromptEncoder, records: list[dict[str, Any]], max_length: int) -> list[list[np.ndarray]]:
+    """Token sequences of every record's prompts; refuses what Open-Jev's `DecisionModel.forward` does, as it does."""
+    if not records:
+        raise IndexError("there are no records to score")
+    sequences = encoder.encode(records)
+    longest = max(len(sequence) for group in sequences for sequence in group)
+    if longest > max_length:
+        raise ValueError(f"Input length {longest} exceeds max_length={max_length}; no silent truncation")
+    return sequences
+
+
+def check_unchanged(model: Any, backbone: Any, head: list[int]) -> None:
+    """RuntimeError unless a model has this backbone still, and its head's parameters are at these addresses."""
+    if (
+        model.backbone is not backbone
+        or [parameter.data_ptr() for parameter in model.head.parameters()] != head
+    ):
+        raise RuntimeError(
+            "the backbone or the head of this model was replaced, converted or moved after a backend took it over; "
+            "change the model first, then hand it over"
+        )
+
+
+def as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
     """One logit per option; a noul's no has logit 0, as Open-Jev defines it."""
     return torch.cat([torch.zeros_like(scores), scores]) if record["kind"] == "noul" else scores
 
 
 def default_max_rows(weights: model_weights.Weights) -> int:
     """Rows whose activations fit in a quarter of the memory there is now, between 4,096 and 262,144."""
-    shapes, item = weights.shapes, weights.embedding.element_size()
-    if weights.device.type == "cuda":
-        free = torch.cuda.mem_get_info(weights.device)[0]
-    else:
-        free = _available_memory()
+    return rows_within(
+        free_memory(weights.device) // 4, row_bytes(weights.shapes, weights.embedding.element_size())
+    )
+
+
+def rows_within(memory: int, bytes_per_row: int) -> int:
+    """Rows that fit in so many bytes, between 4,096 and 262,144."""
+    return max(4096, min(memory // bytes_per_row, 262_144))
+
+
+def row_bytes(shapes: model_weights.Shapes, item: int) -> int:
+    """Bytes of a row's activations at the widest point of a layer; item: bytes of one weight."""
     mixer = shapes.conv_channels + shapes.value_heads * shapes.value_dim
     attention = 2 * (shapes.query_heads + shapes.kv_heads) * shapes.head_dim
-    # Live at the widest point of a layer: residual and norm, the fused projection, and float32 working copies.
-    row_bytes = 4 * shapes.hidden * item + max(
-        3 * shapes.intermediate * item, max(mixer, attention) * (item + 16)
-    )
-    return max(4096, min(free // 4 // row_bytes, 262_144))
+    # Live there: residual and norm, the fused projection, and float32 working copies.
+    return 4 * shapes.hidden * item + max(3 * shapes.intermediate * item, max(mixer, attention) * (item + 16))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a device's memory that nobody uses; of the host's, what is to be had without swapping."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
 
 
 def _available_memory() -> int:

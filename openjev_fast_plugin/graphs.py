@@ -1,8 +1,9 @@
-"""CUDA Graphs of the packed forward: captured per shape when the device is idle, replayed, evicted by count and memory.
+"""CUDA Graphs of a forward: captured per shape, replayed, evicted by count and memory.
 
 A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
-request than the device to run them. A shape seen for the first time is answered eagerly at once, so no request ever
-waits for its own capture.
+request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
+when the device is idle, so no request ever waits for its own capture; `CapturedAtOnce` captures it while its first
+request waits, and needs no thread.
 """
 
 from __future__ import annotations
@@ -12,16 +13,35 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 
-from openjev_fast_plugin.layout import Layout
-
 _log = logging.getLogger("openjev_fast")
 
-Forward = Callable[[Layout], torch.Tensor]
+
+class Inputs(Protocol):
+    """What a forward reads, on the host: everything that changes between two replays of a shape fits one tensor."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows the forward computes."""
+
+    def shape_key(self) -> tuple[Any, ...]:
+        """What a captured graph depends on."""
+
+    def pack(self, pinned: bool = False) -> torch.Tensor:
+        """Everything the device reads, in one tensor on the host; pinned: in page-locked memory."""
+
+    def unpack(self, packed: torch.Tensor) -> Self:
+        """These inputs over the values in `packed`, which `pack` of inputs of the same shape filled."""
+
+
+InputsT = TypeVar("InputsT", bound=Inputs)
+# Computes scores [C] float32 from inputs on the device.
+Forward = Callable[[InputsT], torch.Tensor]
 
 
 @dataclass
@@ -34,88 +54,75 @@ class _Captured:
     bytes: int
 
 
-class GraphedForward:
-    """Runs layouts on one CUDA device, by replay where their shape has been captured.
+class CapturedGraphs(Generic[InputsT]):
+    """The graphs of one forward on one CUDA device; when to capture is what the classes below decide.
 
-    forward: the computation, from a layout on the device to scores [C] float32; it must not synchronise.
+    forward: the computation; it must not synchronise.
     device: where it runs.
-    most_graphs, most_bytes: the least recently used graphs are dropped beyond either.
-    most_rows: larger layouts are never captured; their kernels run longer than it takes to enqueue them.
-    idle_seconds: how long no forward has run before a capture starts.
+    most_graphs, most_bytes: the least recently used graphs are dropped beyond either; the newest one stays.
+    most_rows: larger inputs are never captured; their kernels run longer than it takes to enqueue them.
+
+    Methods with an underscore are called with `_device_lock` held.
     """
+
+    device_type = "cuda"
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Forward[InputsT],
         device: torch.device,
         *,
         most_graphs: int = 64,
         most_bytes: int = 4 << 30,
-        most_rows: int = 4096,
-        idle_seconds: float = 0.05,
+        most_rows: int = 8192,
     ):
         self._forward = forward
         self._device = device
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
-        self._idle_seconds = idle_seconds
         self._graphs: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()
-        # Shapes to capture, newest last, each with a layout on the host that has the shape.
-        self._wanted: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
-        # Held by whoever uses the device; the condition wakes the capturing thread.
+        # Held by whoever uses the device.
         self._device_lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._last_use = time.monotonic()
-        self._capturing: threading.Thread | None = None
         self.counts = {"replays": 0, "eager": 0, "captures": 0, "evictions": 0}
-
-    def __call__(self, layout: Layout) -> tuple[torch.Tensor, bool]:
-        """Scores [C] of a layout on the host, and whether a graph was replayed."""
-        key = layout.shape_key()
-        with self._device_lock, torch.inference_mode(), torch.cuda.device(self._device):
-            captured = self._graphs.get(key)
-            if captured is not None:
-                self._graphs.move_to_end(key)
-                captured.packed.copy_(layout.pack(pinned=True), non_blocking=True)
-                captured.graph.replay()
-                # The graph's own output is overwritten by its next replay.
-                scores = captured.scores.clone()
-                self.counts["replays"] += 1
-            else:
-                scores = self._forward(layout.to(self._device))
-                self.counts["eager"] += 1
-        with self._changed:
-            self._last_use = time.monotonic()
-            if captured is None and layout.rows <= self._most_rows:
-                self._wanted[key] = layout
-                self._start_capturing()
-        return scores, captured is not None
 
     @property
     def held_bytes(self) -> int:
         """Device memory of all captured graphs."""
         return sum(captured.bytes for captured in self._graphs.values())
 
-    def capture(self, layout: Layout) -> None:
-        """Capture the shape of a layout now, unless it is captured already. Waits for the device."""
-        with self._device_lock, torch.inference_mode(), torch.cuda.device(self._device):
-            key = layout.shape_key()
-            if key not in self._graphs:
-                self._graphs[key] = self._capture(layout)
-                self.counts["captures"] += 1
-                self._evict()
+    def _replay(self, inputs: InputsT) -> torch.Tensor | None:
+        """Scores by replay, None where the shape has not been captured."""
+        key = inputs.shape_key()
+        captured = self._graphs.get(key)
+        if captured is None:
+            return None
+        self._graphs.move_to_end(key)
+        captured.packed.copy_(self._pinned(inputs), non_blocking=True)
+        captured.graph.replay()
+        self.counts["replays"] += 1
+        # The graph's own output is overwritten by its next replay.
+        return captured.scores.clone()
 
-    def wait_until_captured(self) -> None:
-        """Block until no shape is waiting for its capture."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
+    def _eager(self, inputs: InputsT) -> torch.Tensor:
+        """Scores by running the forward."""
+        return self._forward(inputs.unpack(self._pinned(inputs).to(self._device, non_blocking=True)))
 
-    def _capture(self, layout: Layout) -> _Captured:
-        before = torch.cuda.mem_get_info(self._device)[0]
-        packed = layout.pack().to(self._device)
-        on_device = layout.unpack(packed)
-        # Lazy initialisation of libraries must not happen under capture.
-        self._forward(on_device)
+    def _capture(self, inputs: InputsT) -> None:
+        """Capture a shape that has just run eagerly: libraries and kernels are not to be initialised under capture."""
+        self._graphs[inputs.shape_key()] = self._captured(inputs)
+        self.counts["captures"] += 1
+        while len(self._graphs) > 1 and (
+            len(self._graphs) > self._most_graphs or self.held_bytes > self._most_bytes
+        ):
+            self._graphs.popitem(last=False)
+            self.counts["evictions"] += 1
+
+    def _captured(self, inputs: InputsT) -> _Captured:
+        packed = inputs.pack().to(self._device)
+        on_device = inputs.unpack(packed)
         torch.cuda.synchronize(self._device)
+        # A capture begins with this: done before, what is free no more afterwards is the graph's.
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             scores = self._forward(on_device)
@@ -123,12 +130,65 @@ class GraphedForward:
         used = before - torch.cuda.mem_get_info(self._device)[0]
         return _Captured(graph, packed, scores, max(used, 0))
 
-    def _evict(self) -> None:
-        while len(self._graphs) > 1 and (
-            len(self._graphs) > self._most_graphs or self.held_bytes > self._most_bytes
-        ):
-            self._graphs.popitem(last=False)
-            self.counts["evictions"] += 1
+    def _pinned(self, inputs: InputsT) -> torch.Tensor:
+        return inputs.pack(pinned=True)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
+
+
+class GraphedForward(CapturedGraphs[InputsT]):
+    """Answers a new shape eagerly, and captures it when the device is idle.
+
+    idle_seconds: how long no forward has run before a capture starts.
+    """
+
+    def __init__(
+        self,
+        forward: Forward[InputsT],
+        device: torch.device,
+        *,
+        most_graphs: int = 64,
+        most_bytes: int = 4 << 30,
+        most_rows: int = 4096,
+        idle_seconds: float = 0.05,
+    ):
+        super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
+        self._idle_seconds = idle_seconds
+        # Shapes to capture, newest last, each with inputs on the host that have the shape.
+        self._wanted: OrderedDict[tuple[Any, ...], InputsT] = OrderedDict()
+        # Wakes the capturing thread.
+        self._changed = threading.Condition()
+        self._last_use = time.monotonic()
+        self._capturing: threading.Thread | None = None
+
+    def __call__(self, inputs: InputsT) -> tuple[torch.Tensor, bool]:
+        """Scores [C] of inputs on the host, and whether a graph was replayed."""
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            replayed = self._replay(inputs)
+            if replayed is None:
+                scores = self._eager(inputs)
+                self.counts["eager"] += 1
+            else:
+                scores = replayed
+        with self._changed:
+            self._last_use = time.monotonic()
+            if replayed is None and inputs.rows <= self._most_rows:
+                self._wanted[inputs.shape_key()] = inputs
+                self._start_capturing()
+        return scores, replayed is not None
+
+    def capture(self, inputs: InputsT) -> None:
+        """Capture the shape of inputs now, unless it is captured already. Waits for the device."""
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            if inputs.shape_key() not in self._graphs:
+                self._eager(inputs)
+                self._capture(inputs)
+
+    def wait_until_captured(self) -> None:
+        """Block until no shape is waiting for its capture."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
 
     def _start_capturing(self) -> None:
         """Make sure a thread is at work on the wanted shapes; called with `_changed` held."""
@@ -147,8 +207,51 @@ class GraphedForward:
                 if rest > 0:
                     self._changed.wait(rest)
                     continue
-                key, layout = self._wanted.popitem()
+                _, inputs = self._wanted.popitem()
             try:
-                self.capture(layout)
+                self.capture(inputs)
             except torch.OutOfMemoryError:
-                _log.warning("openjev-fast: no device memory to capture a graph of %d rows", layout.rows)
+                _warn_of_memory(inputs)
+
+
+class CapturedAtOnce(CapturedGraphs[InputsT]):
+    """Captures a new shape while its first request waits, and logs it: the first time as a warning, then as info."""
+
+    def __call__(self, inputs: InputsT) -> tuple[torch.Tensor, Literal["replays", "captures", "eager"]]:
+        """Scores [C] of inputs on the host, and what was done for them, as `counts` names it.
+
+        "captures": run eagerly, for these scores, then captured for the requests to come. "eager": inputs of more than
+        `most_rows`, or no device memory for their graph.
+        """
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            replayed = self._replay(inputs)
+            if replayed is not None:
+                return replayed, "replays"
+            start = time.perf_counter()
+            scores = self._eager(inputs)
+            if inputs.rows <= self._most_rows:
+                try:
+                    self._capture(inputs)
+                except torch.OutOfMemoryError:
+                    _warn_of_memory(inputs)
+                else:
+                    self._tell(inputs, time.perf_counter() - start)
+                    return scores, "captures"
+            self.counts["eager"] += 1
+            return scores, "eager"
+
+    def _tell(self, inputs: InputsT, seconds: float) -> None:
+        first = self.counts["captures"] == 1
+        _log.log(
+            logging.WARNING if first else logging.INFO,
+            "openjev-fast: captured a CUDA graph of shape %s in %.2f s, its first run included (%d held, %.2f GiB)%s",
+            "x".join(map(str, inputs.shape_key())),
+            seconds,
+            len(self._graphs),
+            self.held_bytes / 2**30,
+            "; every new shape is captured when it is first asked for, logged as info" if first else "",
+        )
+
+
+def _warn_of_memory(inputs: Inputs) -> None:
+    _log.warning("openjev-fast: no device memory to capture a graph of %d rows", inputs.rows)

@@ -57,8 +57,8 @@ class Backend(Protocol):
         """Why this `DecisionModel` cannot be taken, naming the offending value; None when it can."""
 
     def build(self, model: Any, settings: Settings) -> Engine:
-        """Take the model's weights over: afterwards no weight exists twice, and `model.backbone` is a small
-        module that still answers `config` and `parameters()`."""
+        """Take the model's weights over: afterwards no weight exists twice, and `model.backbone` is a module
+        that still answers `config` and `parameters()`."""
 
 
 @hookspec

@@ -12,7 +12,7 @@ from .hookspecs import GROUP, Backend, Engine, hookimpl
 from .settings import AUTO, ORIGINAL, BackendError, Settings
 
 # What `--backend auto` tries, best first, before the original.
-AUTO_ORDER = ("fast",)
+AUTO_ORDER = ("fast", "graph")
 
 
 class Fast:
@@ -32,9 +32,28 @@ class Fast:
         return FastEngine(model, settings)
 
 
+class Graph:
+    """`graph` by name, imported like `fast`."""
+
+    name = "graph"
+    summary = (
+        "the original modules, adapters merged, replayed as one CUDA Graph per batch shape; needs no compiler"
+    )
+
+    def refusal(self, model: Any) -> str | None:
+        from .graph_engine import refusal
+
+        return refusal(model)
+
+    def build(self, model: Any, settings: Settings) -> Engine:
+        from .graph_engine import GraphEngine
+
+        return GraphEngine(model, settings)
+
+
 @hookimpl
 def openjev_fast_backends() -> list[Backend]:
-    return [Fast()]
+    return [Fast(), Graph()]
 
 
 @functools.cache

@@ -69,7 +69,12 @@ def accelerate(
 
     engine, reason = _build(plugin.find(backend), model, settings or Settings.read())
     if engine is None:
-        raise BackendError(f"{origin(selection)}: backend {backend!r} cannot take this model: {reason}")
+        assert reason is not None
+        best = origin(Selection(AUTO, decided_by))
+        raise BackendError(
+            f"{origin(selection)}: backend {backend!r} cannot take this model: {reason.rstrip()}\n"
+            f"{best} takes the best backend that can"
+        )
     return _attach(model, Takeover(backend, decided_by, engine))
 
 

@@ -1,4 +1,4 @@
-"""The model's weights in the form the packed forward reads: LoRA merged, projections fused, originals released."""
+"""The model's weights as the backends read them: LoRA merged; for the packed forward fused, the originals released."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class UnsupportedModel(ValueError):
-    """The packed forward cannot take this model; the message names the property and the value found."""
+    """No backend here can take this model; the message names the property and the value found."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class Shapes:
         }
         for name, (found, wanted) in expected.items():
             if found != wanted:
-                raise UnsupportedModel(
-                    f"the packed forward needs {name} = {wanted!r}, this model has {found!r}"
-                )
+                raise UnsupportedModel(f"the plugin needs {name} = {wanted!r}, this model has {found!r}")
         unknown = set(config.layer_types) - {"linear_attention", "full_attention"}
         if unknown:
-            raise UnsupportedModel(f"the packed forward knows no layer type {sorted(unknown)[0]!r}")
+            raise UnsupportedModel(f"the plugin knows no layer type {sorted(unknown)[0]!r}")
         for few, many in (
             ("linear_num_key_heads", "linear_num_value_heads"),
             ("num_key_value_heads", "num_attention_heads"),
@@ -166,12 +164,29 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-class ReleasedBackbone(nn.Module):
-    """Stands where the original text model was: answers `config` and `parameters()`, and refuses to run or move."""
+class HeldBackbone(nn.Module):
+    """A backbone whose weights an engine reads where they are: answers `config` and `parameters()`, refuses to move."""
 
-    def __init__(self, config: Any, weights: Iterable[torch.Tensor]):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> HeldBackbone:
+        """What `to`, `float`, `half` and `cuda` come to: RuntimeError where it would change a weight."""
+        probe = next(self.parameters()).detach().new_empty(0)
+        if fn(probe) is not probe:
+            raise RuntimeError(
+                f"a backend holds the weights of this model as {probe.dtype} on {probe.device} and they can "
+                "neither be converted nor moved; load the model again as it should be, then hand it over"
+            )
+        return self
+
+
+class ReleasedBackbone(HeldBackbone):
+    """Stands where the original text model was, which gave its weights to the packed forward; refuses to run."""
+
+    def __init__(self, config: Any, weights: Iterable[torch.Tensor]):
+        super().__init__(config)
         self.fused = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
@@ -181,15 +196,17 @@ class ReleasedBackbone(nn.Module):
             "load the model again with --backend torch to run them"
         )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ReleasedBackbone:
-        """What `to`, `float`, `half` and `cuda` come to: RuntimeError where it would change a weight."""
-        probe = self.fused[0].detach().new_empty(0)
-        if fn(probe) is not probe:
-            raise RuntimeError(
-                f"the fast backend holds the weights of this model as {probe.dtype} on {probe.device} and they can "
-                "neither be converted nor moved; load the model again as it should be, then hand it over"
-            )
-        return self
+
+class MergedBackbone(HeldBackbone):
+    """The original text model without adapters, behind what keeps its weights in place; runs as it did."""
+
+    def __init__(self, model: Any):
+        super().__init__(model.config)
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the text model returns."""
+        return self.model(*args, **kwargs)
 
 
 def text_model(backbone: Any) -> Any:
@@ -198,7 +215,7 @@ def text_model(backbone: Any) -> Any:
 
 
 def refusal(backbone: Any, head: nn.Module) -> str | None:
-    """Why the packed forward cannot take this model, naming the value; None when it can. Reads no weight."""
+    """Why no backend here can take this model, naming the value; None when one can. Reads no weight."""
     try:
         check(backbone, head)
     except UnsupportedModel as reason:
@@ -215,9 +232,7 @@ def check(backbone: Any, head: nn.Module) -> Shapes:
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) != MODEL_TYPE:
         found = getattr(config, "model_type", type(model).__name__)
-        raise UnsupportedModel(
-            f"the packed forward takes models of type {MODEL_TYPE!r}, this one is {found!r}"
-        )
+        raise UnsupportedModel(f"the plugin takes models of type {MODEL_TYPE!r}, this one is {found!r}")
     shapes = Shapes.of(config)
     _check_adapters(backbone)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -232,22 +247,20 @@ def check(backbone: Any, head: nn.Module) -> Shapes:
     for expected in _expected_modules(shapes):
         for name, parameter in _checked(modules.get(expected.path), expected, shapes.eps).items():
             if parameter.dtype not in DTYPES:
-                raise UnsupportedModel(
-                    f"{name} is {parameter.dtype}; the packed forward takes float32 and bfloat16"
-                )
+                raise UnsupportedModel(f"{name} is {parameter.dtype}; the plugin takes float32 and bfloat16")
             dtypes[parameter.dtype] = name
             if first.setdefault(id(parameter), name) != name:
                 raise UnsupportedModel(f"{first[id(parameter)]} and {name} are one parameter")
     if len(dtypes) != 1:
         mixed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
-        raise UnsupportedModel(f"the weights mix {mixed}; the packed forward needs one dtype")
+        raise UnsupportedModel(f"the weights mix {mixed}; the plugin needs one dtype")
     _checked(head, _Expected("head", (nn.Linear,), {"weight": (1, shapes.hidden), "bias": (1,)}), shapes.eps)
     if head.weight.dtype != torch.float32:
-        raise UnsupportedModel(f"head is {head.weight.dtype}; the packed forward needs torch.float32")
+        raise UnsupportedModel(f"head is {head.weight.dtype}; the plugin needs torch.float32")
     devices = {parameter.device for part in (backbone, head) for parameter in part.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UnsupportedModel(
-            f"the weights are on {sorted(map(str, devices))}; the packed forward needs them on one device, loaded"
+            f"the weights are on {sorted(map(str, devices))}; the plugin needs them on one device, loaded"
         )
     return shapes
 
@@ -329,7 +342,7 @@ def _checked(module: nn.Module | None, expected: _Expected, eps: float) -> dict[
     if module is None or type(module) not in expected.types:
         wanted = " or ".join(_full_name(kind) for kind in expected.types if kind is not None)
         found = "missing" if module is None else _full_name(type(module))
-        raise UnsupportedModel(f"{path} is {found}, the packed forward needs {wanted}")
+        raise UnsupportedModel(f"{path} is {found}, the plugin needs {wanted}")
     _check_forward(module, path)
     if isinstance(module, LoraLinear):
         if module.lora_variant or any(module.lora_bias.values()):
@@ -341,16 +354,14 @@ def _checked(module: nn.Module | None, expected: _Expected, eps: float) -> dict[
     parameters = {name: found for name, found in module._parameters.items() if found is not None}
     sizes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if sizes != expected.parameters:
-        raise UnsupportedModel(
-            f"{path} has parameters {sizes}, the packed forward needs {expected.parameters}"
-        )
+        raise UnsupportedModel(f"{path} has parameters {sizes}, the plugin needs {expected.parameters}")
     own_eps = getattr(module, "eps", getattr(module, "variance_epsilon", eps))
     if own_eps != eps:
         raise UnsupportedModel(f"{path} has eps {own_eps}, the configuration has {eps}")
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
             raise UnsupportedModel(
-                f"{path}.{name} is {_full_name(type(parameter))}, the packed forward needs a plain parameter"
+                f"{path}.{name} is {_full_name(type(parameter))}, the plugin needs a plain parameter"
             )
     return {f"{path}.{name}": parameter for name, parameter in parameters.items()}
 
@@ -419,6 +430,22 @@ def _fuse(*layers: Any) -> torch.Tensor:
         _release(layer)
         start = end
     return fused
+
+
+@torch.no_grad()
+def merge_adapters(backbone: Any) -> Any:
+    """The text model inside a backbone, with its active LoRA adapters merged in place and their layers taken out.
+
+    backbone: a Qwen3.5 text model that `check` takes, with or without PEFT LoRA adapters around it; every other
+        module, and every parameter, stays the object it is, so no weight exists twice.
+    """
+    model = text_model(backbone)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLinear):
+            base: Any = layer.base_layer
+            base.weight.copy_(_merged(layer))
+            model.set_submodule(path, base)
+    return model
 
 
 @torch.no_grad()

@@ -405,7 +405,7 @@ def test_a_name_in_neither_list(python, hosts, tmp_path, how):
     assert (
         result.returncode == (2 if flag else 1) and result.stdout == "" and "Traceback" not in result.stderr
     )
-    assert "torch, triton-tail, fast-cuda, fast, one-by-one, auto" in result.stderr.replace("'", "")
+    assert "torch, triton-tail, fast-cuda, fast, graph, one-by-one, auto" in result.stderr.replace("'", "")
 
 
 def test_an_unknown_name_stops_before_the_weights_are_loaded(python, tmp_path):
@@ -491,8 +491,12 @@ def test_load_predictor_takes_backend(python, checkpoint):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("nobody", "has no backend 'nobody': choose from torch, fast, one-by-one, auto"),
-        ("one-by-one", "backend 'one-by-one' cannot take this model: max_length is 13"),
+        ("nobody", "has no backend 'nobody': choose from torch, fast, graph, one-by-one, auto"),
+        (
+            "one-by-one",
+            "backend 'one-by-one' cannot take this model: max_length is 13\n"
+            "OPENJEV_BACKEND=auto takes the best backend that can",
+        ),
     ],
     ids=["unknown", "refused"],
 )
@@ -515,16 +519,18 @@ def test_a_backend_that_cannot_be_had_stops_the_start(python, hosts, tmp_path, b
 
 def test_auto_keeps_the_original_and_says_why(python, hosts, checkpoint, tmp_path):
     interpreter = make_python(tmp_path / "venv")
-    (site_of(interpreter) / "openjev_fast_plugin" / "engine.py").write_text(
-        "def refusal(model):\n    return f'model_id is {model.model_id!r}'\n"
-    )
+    for engine in ("engine", "graph_engine"):
+        (site_of(interpreter) / "openjev_fast_plugin" / f"{engine}.py").write_text(
+            f"def refusal(model):\n    return f'model_id is {{model.model_id!r}} in {engine}'\n"
+        )
+    reason = "fast: model_id is 'toy' in engine; graph: model_id is 'toy' in graph_engine"
     with serving(interpreter, *server(checkpoint, "--backend", "auto"), path=(hosts["pinned"],)) as url:
         health, answer = get(url + "/health"), post(url + "/v1/systemone", REQUEST)
     assert health["backend"] == {
         "name": "torch",
         "decided_by": "flag",
         "requested": "auto",
-        "reason": "fast: model_id is 'toy'",
+        "reason": reason,
     }
     assert answer["metadata"]["backend"] == health["backend"]
     assert answer["metadata"]["loaded_by"] == "method:forward"
@@ -537,14 +543,12 @@ def test_auto_keeps_the_original_and_says_why(python, hosts, checkpoint, tmp_pat
         path=(hosts["pinned"],),
         OPENJEV_BACKEND="auto",
     )
-    assert (
-        result.stderr == "openjev-fast: OPENJEV_BACKEND=auto chose backend torch (fast: model_id is 'toy')\n"
-    )
-    result = run(interpreter, *server(checkpoint, "--backend", "fast"), path=(hosts["pinned"],))
+    assert result.stderr == f"openjev-fast: OPENJEV_BACKEND=auto chose backend torch ({reason})\n"
+    result = run(interpreter, *server(checkpoint, "--backend", "graph"), path=(hosts["pinned"],))
     assert result.returncode == 1
-    assert (
-        result.stderr
-        == "openjev-fast: --backend fast: backend 'fast' cannot take this model: model_id is 'toy'\n"
+    assert result.stderr == (
+        "openjev-fast: --backend graph: backend 'graph' cannot take this model: "
+        "model_id is 'toy' in graph_engine\n--backend auto takes the best backend that can\n"
     )
 
 
@@ -573,8 +577,8 @@ def test_help_differs_by_the_flag_alone(python, bare_python, hosts, flavour):
     with_plugin, without = words(python), words(bare_python)
     assert without_flag(with_plugin) == without_flag(without)
     assert (
-        "{torch,fast,one-by-one,auto}" in with_plugin
-        or "{torch,triton-tail,fast-cuda,fast,one-by-one,auto}" in with_plugin
+        "{torch,fast,graph,one-by-one,auto}" in with_plugin
+        or "{torch,triton-tail,fast-cuda,fast,graph,one-by-one,auto}" in with_plugin
     )
 
 

@@ -154,6 +154,7 @@ def test_one_message_lists_everything_missing(monkeypatch):
     message = str(error.value)
     assert "nvcc" in message and "CUDA toolkit 13.x" in message and "developer.nvidia.com" in message
     assert "g++" in message and "apt install g++" in message and "pip install ninja" in message
+    assert message.endswith("or serve with --backend graph, which needs no compiler")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,9 @@ def test_toolkits_that_do_not_fit_are_refused(monkeypatch, release, codes, messa
     answers = {"--version": release, "--list-gpu-code": codes}
     monkeypatch.setattr(build.shutil, "which", lambda name, path=None: f"/bin/{name}")
     monkeypatch.setattr(build, "_output", lambda program, option: answers[option])
-    with pytest.raises(build.BuildError, match=message):
+    with pytest.raises(build.BuildError, match=message) as error:
         build.find_toolchain(["sm_90"], "13.0")
+    assert str(error.value).endswith("or serve with --backend graph, which needs no compiler")
 
 
 def test_build_runs_once_and_is_renamed_into_place(plan, tmp_path, capsys):
@@ -222,7 +224,9 @@ def test_another_process_that_holds_the_lock_is_waited_for(plan, tmp_path, capsy
 def test_a_failed_build_shows_the_compilers_output_and_leaves_nothing(plan, tmp_path):
     ninja = stand_in_ninja(tmp_path, "echo 'wide.cu(3): error: no such thing'; exit 1")
     plan, root = with_ninja(plan, ninja), tmp_path / "cache"
-    with pytest.raises(build.BuildError, match=r"failed \(ninja exit 1\)") as error:
+    with pytest.raises(
+        build.BuildError, match=r"failed \(ninja exit 1; serve with --backend graph, .*\)"
+    ) as error:
         build.build(plan, root)
     assert str(error.value).endswith("wide.cu(3): error: no such thing\n")
     assert not (root / plan.name).exists() and not list(root.glob("*.building"))

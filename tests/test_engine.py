@@ -437,5 +437,6 @@ def test_an_engine_that_cannot_be_built_changes_nothing(tiny_checkpoint, monkeyp
     records = compile_request("State.", {"q": question("noul", 1, 1)})
     assert model.backbone is before and getattr(model, "openjev_fast", None) is None
     expected = model(records)[0]
-    assert accelerate(model, "auto").openjev_fast.describe()["reason"] == f"fast: {error}"
+    reason = accelerate(model, "auto").openjev_fast.describe()["reason"]
+    assert reason.startswith(f"fast: {error}; graph: the model is on cpu, CUDA Graphs need a CUDA device")
     assert torch.equal(model(records)[0], expected)

@@ -303,9 +303,8 @@ def test_a_broken_patch_leaves_the_flag_and_says_why(tmp_path, checkpoint, broke
     (site_of(interpreter) / "openjev_fast_plugin" / "patches" / f"{broken}.py").write_text("def (:\n")
     host = write_host(tmp_path / "host")
     arguments = ("-m", "jev.server", "--checkpoint", checkpoint, "--port", 0)
-    assert (
-        "--backend {torch,fast,auto}" in run(interpreter, "-m", "jev.server", "--help", path=(host,)).stdout
-    )
+    shown = run(interpreter, "-m", "jev.server", "--help", path=(host,)).stdout
+    assert "--backend {torch,fast,graph,auto}" in shown
     for flag, variables in ((["--backend", "fast"], {}), ([], {"OPENJEV_BACKEND": "fast"})):
         result = run(interpreter, *arguments, *flag, path=(host,), **variables)
         assert result.returncode in (1, 2) and "SyntaxError" in result.stderr and result.stdout == ""

@@ -102,14 +102,16 @@ def register(manager, *backends):
 
 
 def test_ours_first_then_the_others(manager):
-    assert plugin.names() == ["torch", "fast", "auto"]
+    assert plugin.names() == ["torch", "fast", "graph", "auto"]
     register(manager, Toy("a"), Toy("b"))
     register(manager, Toy("c"))
-    assert plugin.names() == ["torch", "fast", "a", "b", "c", "auto"]
+    assert plugin.names() == ["torch", "fast", "graph", "a", "b", "c", "auto"]
     assert plugin.find("b").name == "b"
-    with pytest.raises(BackendError, match="unknown backend 'd': choose from torch, fast, a, b, c, auto"):
+    with pytest.raises(
+        BackendError, match="unknown backend 'd': choose from torch, fast, graph, a, b, c, auto"
+    ):
         plugin.find("d")
-    with pytest.raises(BackendError, match="choose from torch, theirs, fast, a, b, c, auto"):
+    with pytest.raises(BackendError, match="choose from torch, theirs, fast, graph, a, b, c, auto"):
         plugin.find("d", ("torch", "theirs"))
 
 
@@ -122,7 +124,7 @@ def test_a_hook_that_fails_takes_nothing_but_its_own(manager, error):
     module.openjev_fast_backends = hookimpl(fail, specname="openjev_fast_backends")
     manager.register(module)
     register(manager, Toy("a"))
-    assert plugin.names() == ["torch", "fast", "a", "auto"]
+    assert plugin.names() == ["torch", "fast", "graph", "a", "auto"]
     with pytest.raises(
         BackendError, match=f"plugin 'failing' failed to load: {type(error).__name__}: broken"
     ):
@@ -167,7 +169,7 @@ def test_a_plugin_that_fails_to_load_stops_nobody_else(tmp_path, line, reason):
     host, checkpoint = write_host(tmp_path / "host"), write_checkpoint(tmp_path / "c")
     code = "from openjev_fast_plugin import plugin; print(plugin.names()); plugin.find('one-by-one')"
     result = run(interpreter, "-c", code)
-    assert result.stdout == "loaded\n['torch', 'fast', 'auto']\n"
+    assert result.stdout == "loaded\n['torch', 'fast', 'graph', 'auto']\n"
     failed = f"plugin 'one_by_one' failed to load: {reason}"
     assert failed in result.stderr
     arguments = ("-m", "jev.server", "--checkpoint", checkpoint, "--port", 0)
@@ -180,7 +182,7 @@ def test_a_plugin_that_fails_to_load_stops_nobody_else(tmp_path, line, reason):
     # Everybody's plugins are loaded, to see that there is but one `fast`; this model is not for it.
     assert (result.returncode, result.stdout) == (1, "loaded\n") and "failed to load" not in result.stderr
     result = run(interpreter, "-m", "jev.server", "--he", path=(host,))
-    assert result.returncode == 0 and "--backend {torch,fast,auto}" in result.stdout
+    assert result.returncode == 0 and "--backend {torch,fast,graph,auto}" in result.stdout
     # Nobody asked for a backend.
     for typed in (["--nonsense"], ["--batch-size", "many"], ["--b", "many"], ["--host", "h", "--port", "p"]):
         result = run(interpreter, *arguments, *typed, path=(host,))
@@ -225,7 +227,9 @@ def test_a_refusal_changes_nothing(manager):
     register(manager, toy)
     model = Model()
     with pytest.raises(
-        BackendError, match="backend='toy': backend 'toy' cannot take this model: model_type is 'llama'"
+        BackendError,
+        match="^backend='toy': backend 'toy' cannot take this model: model_type is 'llama'\n"
+        "backend='auto' takes the best backend that can$",
     ):
         takeover.accelerate(model, "toy")
     assert vars(model) == {} and toy.built_with == []
@@ -301,10 +305,22 @@ def test_a_backend_of_another_distribution_serves(python_with_backend, tiny_chec
         assert found.get("probabilities") == pytest.approx(answer.get("probabilities"), abs=0.02)
 
 
+def test_graph_stops_the_start_where_there_is_no_gpu(python_with_backend, tiny_checkpoint):
+    host = Path(__file__).with_name("open_jev")
+    arguments = ("-m", "jev.server", "--checkpoint", tiny_checkpoint, "--device", "cpu", "--port", 0)
+    result = run(python_with_backend, *arguments, "--backend", "graph", path=(host,), OMP_NUM_THREADS="1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert (
+        "openjev-fast: --backend graph: backend 'graph' cannot take this model: the model is on cpu, CUDA Graphs need "
+        in result.stderr
+    )
+    assert result.stderr.endswith("\n--backend auto takes the best backend that can\n")
+
+
 def test_its_name_is_in_the_help(python_with_backend):
     host = Path(__file__).with_name("open_jev")
     assert (
-        "{torch,fast,one-by-one,auto}"
+        "{torch,fast,graph,one-by-one,auto}"
         in run(python_with_backend, "-m", "jev.server", "--help", path=(host,)).stdout
     )
 
