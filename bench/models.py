@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig, Qwen3_5VisionConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
@@ -91,6 +93,30 @@ def head(hidden: int, device: torch.device, seed: int) -> torch.nn.Linear:
         layer.weight.normal_(0.0, hidden**-0.5, generator=generator)
         layer.bias.zero_()
     return layer.requires_grad_(False)
+
+
+def image_text_model(
+    profile: str, device: torch.device, seed: int, layers: int | None = None, vocabulary: int = VOCABULARY
+) -> Any:
+    """What Open-Jev loads before it takes the text model and two rows of the vocabulary head: all of it on the device.
+
+    The vision tower is Transformers' default one, as wide as the text model at its end.
+    """
+    config = text_config(profile, layers, vocabulary)
+    language_model = text_model(config, device, seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with no_init_weights(), torch.device(device):
+            visual = upstream.Qwen3_5VisionModel(Qwen3_5VisionConfig(out_hidden_size=config.hidden_size))
+            lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    finally:
+        torch.set_default_dtype(default)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    torch.nn.init.normal_(lm_head.weight, 0.0, config.hidden_size**-0.5, generator=generator)
+    return SimpleNamespace(
+        model=SimpleNamespace(language_model=language_model, visual=visual), lm_head=lm_head
+    )
 
 
 def prompts(case: str, vocabulary: int, seed: int = 0) -> list[np.ndarray]:

@@ -27,20 +27,32 @@ def example() -> dict[str, Any]:
     return json.loads(EXAMPLE.read_text(encoding="utf-8"))
 
 
-def choice(options: int, tokens: int, longest_prompt: Length) -> dict[str, Any]:
-    """A choice over a state that makes the longest prompt about `tokens` long.
+def sized(question: dict[str, Any], tokens: int, longest_prompt: Length) -> dict[str, Any]:
+    """A question about a state that makes the longest prompt about `tokens` long, and no longer.
 
     longest_prompt: tokens of a request's longest prompt, by the model's tokenizer.
     """
-    criteria = {f"option {index:02d}": _text(5, index) for index in range(options)}
-    question = {
-        "type": "choice",
-        "instructions": "Which of these answers the customer best?",
-        "criteria": criteria,
-    }
+
+    def about(words: int) -> dict[str, Any]:
+        return {"state": _text(words, 0), "questions": {"answer": question}}
+
     low, high = 1, tokens
     while low < high:
         words = (low + high + 1) // 2
-        fits = longest_prompt({"state": _text(words, 0), "questions": {"answer": question}}) <= tokens
-        low, high = (words, high) if fits else (low, words - 1)
-    return {"state": _text(low, 0), "questions": {"answer": question}}
+        low, high = (words, high) if longest_prompt(about(words)) <= tokens else (low, words - 1)
+    return about(low)
+
+
+def request_for(case: str, longest_prompt: Length) -> dict[str, Any]:
+    """The request of a case: `example`, `noul_<tokens>` or `choice_<options>x<tokens>`; `longest_prompt` as above."""
+    if case == "example":
+        return example()
+    kind, size = case.split("_")
+    if kind == "noul":
+        question: dict[str, Any] = {"type": "noul", "instructions": "Is the parcel lost?"}
+        return sized(question, int(size), longest_prompt)
+    options, tokens = (int(number) for number in size.split("x"))
+    criteria = {f"option {index:02d}": _text(5, index) for index in range(options)}
+    instructions = "Which of these answers the customer best?"
+    question = {"type": "choice", "instructions": instructions, "criteria": criteria}
+    return sized(question, tokens, longest_prompt)

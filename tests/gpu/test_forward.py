@@ -102,7 +102,8 @@ def test_distance_to_float32_is_no_larger_than_the_originals(profile, layers, mo
     original, weights = text_model(config, DEVICE, 0), fused(profile, layers)
     # Lengths differ little between the sets: Triton compiles FLA's kernels anew for some.
     sets = [prompts("example", VOCABULARY, seed) for seed in range(4)] + [prompts("noul_300", VOCABULARY)]
-    modes = ["torch"] if upstream.chunk_gated_delta_rule is None else ["torch", "fla"]
+    # Triton takes most of a minute to compile FLA's kernels for one more number of heads.
+    modes = ["torch", "fla"] if profile == "27b" and upstream.chunk_gated_delta_rule else ["torch"]
     rounded = {}
     for mode in modes:
         use_delta_rule(original, mode)
