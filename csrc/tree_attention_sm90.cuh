@@ -65,9 +65,10 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kHopperStages; ++stage) {
-      barrier_init(shared_address(&shared.k_full[stage]), 1);
+      // Every lane that writes or reads `key` arrives for itself.
+      barrier_init(shared_address(&shared.k_full[stage]), kWarp);
       barrier_init(shared_address(&shared.v_full[stage]), 1);
-      barrier_init(shared_address(&shared.k_empty[stage]), kGroups * kGroupThreads / kWarp);
+      barrier_init(shared_address(&shared.k_empty[stage]), kGroups * kGroupThreads);
       barrier_init(shared_address(&shared.v_empty[stage]), kGroups * kGroupThreads / kWarp);
     }
     barrier_init_done();
@@ -101,9 +102,11 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
       barrier_wait(shared_address(&shared.k_empty[stage]), lap % 2 ^ 1);
       shared.key[stage][lane] = make_int2(row[0], bits[0]);
       shared.key[stage][kWarp + lane] = make_int2(row[1], bits[1]);
-      __syncwarp();
-      if (lane == 0) barrier_arrive_expecting(k_full, kBlockBytes);
-      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive_expecting(k_full, kBlockBytes);
+      } else {
+        barrier_arrive(k_full);
+      }
       if (copies) {
         copy_box(shared_address(shared.k[stage] + lane * kCopyBytes), k_map, k_full, 0, copied, 0,
                  block.kv_head);
@@ -188,8 +191,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.k_empty[stage]));
+    barrier_arrive(shared_address(&shared.k_empty[stage]));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float most = largest[half];
