@@ -22,6 +22,7 @@ from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.settings import Settings
+from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
@@ -72,10 +73,17 @@ class FastEngine:
         model.backbone = self._backbone
         self._max_rows, self._default_max_rows = settings.max_rows, default_max_rows(self._weights)
         self._bucket, self._graphs = Bucket(), None
+        # None where matmuls are computed in the default way alone.
+        self.tuning: Tuning | None = None
+        if self._portable != ["all"] and settings.tuning != "off":
+            self.tuning = Tuning.of(self._weights)
         if not self._portable:
             # No op synchronises, so a forward can be captured.
             self._bucket = CUDA_BUCKET
-            self._graphs = GraphedForward(partial(forward, self._weights), self._weights.device)
+            idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
+            self._graphs = GraphedForward(
+                partial(forward, self._weights), self._weights.device, idle_work=idle
+            )
 
     @property
     def max_rows(self) -> int:
@@ -83,21 +91,25 @@ class FastEngine:
         return self._max_rows or max(self._default_max_rows, self._model.max_length)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for an answer's metadata and for /health; they change only with the model's `max_length`.
+        """Facts for an answer's metadata and for /health; they change with the model's `max_length` and with tuning.
 
-        kernels: what runs the ops; matrix products, embedding and gathers are PyTorch's in any case.
+        kernels: what runs the ops; embedding and gathers are PyTorch's in any case. tuned_matmuls: how many products,
+        of one number of rows with one size of weight, have a measured choice; on a GPU only.
         """
         device = self._weights.device
         kernels = "pytorch"
         if self._portable != ["all"]:
             major, minor = torch.cuda.get_device_capability(device)
             kernels = ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
-        return {
+        about = {
             "kernels": kernels,
             "device": str(device),
             "dtype": str(self._weights.dtype).removeprefix("torch."),
             "max_rows": self.max_rows,
         }
+        if self.tuning is not None:
+            about["tuned_matmuls"] = len(self.tuning.entries)
+        return about
 
     def score(self, records: list[dict[str, Any]]) -> Scores:
         """Logits of every record of a request, computed without autograd.

@@ -3,7 +3,7 @@
 A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
 request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
 when the device is idle, so no request ever waits for its own capture; `CapturedAtOnce` captures it while its first
-request waits, and needs no thread.
+request waits, and needs no thread. What else makes forwards faster when the device is idle is `IdleWork`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
@@ -44,14 +44,32 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 Forward = Callable[[InputsT], torch.Tensor]
 
 
+class IdleWork(Protocol):
+    """Work done piece by piece while the device is idle, whose results forwards read.
+
+    Both are called by whoever holds the device, the device current, under `torch.inference_mode()`.
+    """
+
+    def step(self) -> bool:
+        """Do a piece of some milliseconds; False where there was none to do."""
+
+    def state(self, inputs: Any) -> Hashable:
+        """What a forward of these inputs reads of the results: a graph captured at another state is outdated."""
+
+
 @dataclass
 class _Captured:
-    """A graph with the buffers it reads and writes, and the device memory it holds."""
+    """A graph with the buffers it reads and writes, and the device memory it holds.
+
+    inputs, state: what it was captured for, and at which state of the idle work.
+    """
 
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
     scores: torch.Tensor
     bytes: int
+    inputs: Any = None
+    state: Hashable = None
 
 
 class CapturedGraphs(Generic[InputsT]):
@@ -140,7 +158,9 @@ class CapturedGraphs(Generic[InputsT]):
 class GraphedForward(CapturedGraphs[InputsT]):
     """Answers a new shape eagerly, and captures it when the device is idle.
 
-    idle_seconds: how long no forward has run before a capture starts.
+    idle_seconds: how long no forward has run before a capture, or a piece of idle work, starts.
+    idle_work: done after the captures, from the next eager forward on until nothing is left. An outdated graph is
+        replayed until it has been captured again.
     """
 
     def __init__(
@@ -152,11 +172,13 @@ class GraphedForward(CapturedGraphs[InputsT]):
         most_bytes: int = 4 << 30,
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
+        idle_work: IdleWork | None = None,
     ):
         super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
         self._idle_seconds = idle_seconds
         # Shapes to capture, newest last, each with inputs on the host that have the shape.
         self._wanted: OrderedDict[tuple[Any, ...], InputsT] = OrderedDict()
+        self._idle_work, self._work_left = idle_work, False
         # Wakes the capturing thread.
         self._changed = threading.Condition()
         self._last_use = time.monotonic()
@@ -164,6 +186,9 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
     def __call__(self, inputs: InputsT) -> tuple[torch.Tensor, bool]:
         """Scores [C] of inputs on the host, and whether a graph was replayed."""
+        with self._changed:
+            # A capture or a piece of work that is under way is the last before this forward.
+            self._last_use = time.monotonic()
         with self._device_lock, torch.inference_mode(), self._on_device():
             replayed = self._replay(inputs)
             if replayed is None:
@@ -173,22 +198,34 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 scores = replayed
         with self._changed:
             self._last_use = time.monotonic()
-            if replayed is None and inputs.rows <= self._most_rows:
-                self._wanted[inputs.shape_key()] = inputs
-                self._start_capturing()
+            if replayed is None:
+                self._work_left = self._idle_work is not None
+                if inputs.rows <= self._most_rows:
+                    self._wanted[inputs.shape_key()] = inputs
+                if self._wanted or self._work_left:
+                    self._start_capturing()
         return scores, replayed is not None
 
     def capture(self, inputs: InputsT) -> None:
-        """Capture the shape of inputs now, unless it is captured already. Waits for the device."""
+        """Capture the shape of inputs now, unless its graph is there and not outdated. Waits for the device."""
         with self._device_lock, torch.inference_mode(), self._on_device():
-            if inputs.shape_key() not in self._graphs:
-                self._eager(inputs)
-                self._capture(inputs)
+            key = inputs.shape_key()
+            if key in self._graphs and not self._outdated(self._graphs[key]):
+                return
+            # The memory of an outdated one is free for the new.
+            self._graphs.pop(key, None)
+            self._eager(inputs)
+            self._capture(inputs)
+            if self._idle_work is not None:
+                self._graphs[key].inputs, self._graphs[key].state = inputs, self._idle_work.state(inputs)
 
     def wait_until_captured(self) -> None:
-        """Block until no shape is waiting for its capture."""
+        """Block until no shape is waiting for its capture and no idle work is left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
+
+    def _outdated(self, captured: _Captured) -> bool:
+        return self._idle_work is not None and self._idle_work.state(captured.inputs) != captured.state
 
     def _start_capturing(self) -> None:
         """Make sure a thread is at work on the wanted shapes; called with `_changed` held."""
@@ -199,7 +236,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def _capture_when_idle(self) -> None:
         while True:
             with self._changed:
-                if not self._wanted:
+                if not self._wanted and not self._work_left:
                     self._capturing = None
                     self._changed.notify_all()
                     return
@@ -207,11 +244,26 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 if rest > 0:
                     self._changed.wait(rest)
                     continue
-                _, inputs = self._wanted.popitem()
+                inputs = self._wanted.popitem()[1] if self._wanted else None
+                self._work_left = self._work_left and inputs is not None
+            if inputs is None:
+                self._work()
+                continue
             try:
                 self.capture(inputs)
             except torch.OutOfMemoryError:
                 _warn_of_memory(inputs)
+
+    def _work(self) -> None:
+        """A piece of the idle work; the shapes whose graphs it has outdated are wanted again."""
+        assert self._idle_work is not None
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            done = self._idle_work.step()
+            outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
+        with self._changed:
+            self._work_left |= done
+            for key, inputs in outdated.items():
+                self._wanted.setdefault(key, inputs)
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

@@ -16,9 +16,14 @@ from pathlib import Path
 
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+TUNING_VARIABLE = "OPENJEV_FAST_TUNING"
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
+
+# Whether measured choices decide how matmuls are computed on a GPU: not at all, those there are when the server starts,
+# or also those made while it is idle.
+TUNING = ("off", "tables", "idle")
 
 
 class BackendError(RuntimeError):
@@ -36,18 +41,24 @@ class Selection:
 class Settings:
     # Packed rows one forward may hold; None: choose from the memory there is.
     max_rows: int | None = None
+    # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
+    # makes none while it serves: the same request gives the same bits from a server's start to its end.
+    tuning: str = "tables"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         text = _value(environ, MAX_ROWS_VARIABLE)
-        if text is None:
-            return cls()
         # Python refuses to read thousands of digits as a number.
-        if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
+        if text is not None and not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
             raise BackendError(
                 f"{MAX_ROWS_VARIABLE} must be a positive integer below 10**18, found {reprlib.repr(text)}"
             )
-        return cls(max_rows=int(text))
+        tuning = _value(environ, TUNING_VARIABLE) or cls.tuning
+        if tuning not in TUNING:
+            raise BackendError(
+                f"{TUNING_VARIABLE} must be {', '.join(TUNING[:-1])} or {TUNING[-1]}, found {reprlib.repr(tuning)}"
+            )
+        return cls(max_rows=None if text is None else int(text), tuning=tuning)
 
 
 def resolve(
