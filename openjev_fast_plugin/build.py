@@ -97,6 +97,14 @@ def device_flags(source: Path, names: Iterable[str]) -> list[str]:
     return [*DEVICE_FLAGS, *map(gencode, targets(source, names))]
 
 
+def host_flags(source: Path, torch_folder: Path, cxx11_abi: bool, cublas: Path) -> list[str]:
+    """nvcc arguments of one `.cpp` file. torch_folder: of the installed torch. cublas: the folder of cublasLt.h."""
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}"
+    flags = [*_HOST_FLAGS, abi, "-isystem", str(torch_folder / "include")]
+    # Behind the toolkit's own headers, which the wheels' folder may hold another version of.
+    return [*flags, "-isystem", str(cublas)] if source.name == CUBLAS_SOURCE else flags
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """Programs the build runs, and what decides their output."""
@@ -216,8 +224,6 @@ class Plan:
     @functools.cached_property
     def ninja_text(self) -> str:
         """The build file; outputs are relative to the folder ninja runs in."""
-        include = [f"-isystem {_in_command(self.torch_folder / 'include')}"]
-        host = [*_HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}", *include]
         link = [
             "-shared --cudart shared",
             f"-L{_in_command(self.torch_folder / 'lib')}",
@@ -236,14 +242,14 @@ class Plan:
         objects = []
         # The slowest file first.
         for source in [*sources(self.folder, ".cpp"), *sources(self.folder, ".cu")]:
-            flags = device_flags(source, self.architectures) if source.suffix == ".cu" else host
-            if source.name == CUBLAS_SOURCE:
-                # Behind the toolkit's own headers, which the wheels' folder may hold another version of.
-                flags = [*flags, f"-isystem {_in_command(self.toolchain.cublas)}"]
+            if source.suffix == ".cu":
+                flags = device_flags(source, self.architectures)
+            else:
+                flags = host_flags(source, self.torch_folder, self.cxx11_abi, self.toolchain.cublas)
             objects.append(f"{source.name}.o")
             lines += [
                 f"build {objects[-1]}: compile {_in_build_line(source)}",
-                f"  flags = {' '.join(flags)}",
+                f"  flags = {' '.join(map(_in_command, flags))}",
             ]
         lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
         return "\n".join(lines)

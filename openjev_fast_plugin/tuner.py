@@ -16,6 +16,7 @@ import logging
 import re
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,7 @@ from openjev_fast_plugin.ops import _choices, _cuda, add_rms_norm
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
 from openjev_fast_plugin.ops.linear import FORMS, PARTIALS, default_choice, kernel_tiles
 from openjev_fast_plugin.tables import Entry, Facts, Store
-from openjev_fast_plugin.weights import FullAttentionWeights, LinearAttentionWeights, Weights
+from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, Weights
 
 # A candidate may err this much more than `F.linear`, in the whole and in its worst element.
 LARGEST_RATIO = 1.05
@@ -219,20 +220,29 @@ def driver_version(stated: Path = Path("/proc/driver/nvidia/version")) -> str:
 def model_weights(weights: Weights) -> dict[Weight, list[torch.Tensor]]:
     """Every weight that a forward multiplies with, by op and size; the slices its last layer takes, of every layer."""
     found: dict[Weight, list[torch.Tensor]] = {}
-
-    def add(op: str, weight: torch.Tensor) -> None:
-        found.setdefault(Weight(op, *weight.shape), []).append(weight)
-
     last = type(weights.layers[-1].mixer)
     for layer in weights.layers:
-        add("linear", layer.mixer.project)
-        add("linear_update", layer.mixer.output)
-        add("linear_silu_mul", layer.gate_up)
-        add("linear_update", layer.down)
+        every = list(_layer_weights(layer))
         if isinstance(layer.mixer, last):
-            for part in layer.mixer.project.split(_last_layer_parts(weights, layer.mixer)):
-                add("linear", part)
+            parts = layer.mixer.project.split(_last_layer_parts(weights, layer.mixer))
+            every += [("linear", part) for part in parts]
+        for op, weight in every:
+            found.setdefault(Weight(op, *weight.shape), []).append(weight)
     return found
+
+
+def forward_counts(weights: Weights) -> Counter[Weight]:
+    """How often a forward multiplies with a weight of a size, its last layer counted like the others."""
+    return Counter(
+        Weight(op, *weight.shape) for layer in weights.layers for op, weight in _layer_weights(layer)
+    )
+
+
+def _layer_weights(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "linear", layer.mixer.project
+    yield "linear_update", layer.mixer.output
+    yield "linear_silu_mul", layer.gate_up
+    yield "linear_update", layer.down
 
 
 def _last_layer_parts(weights: Weights, mixer: LinearAttentionWeights | FullAttentionWeights) -> list[int]:
@@ -279,7 +289,7 @@ class Tuner:
         for _ in range(_WARM_ROUNDS):
             us = self.timer.round([base.recording])[0]
         yield
-        calls = max(_LEAST_CALLS, min(_MOST_CALLS, -(-int(_LEAST_US) // max(int(us), 1))))
+        calls = _calls_for(us)
         base = _Contender(default, task.record(default, calls))
         best: list[_Contender] = []
         for group in _groups(self.ways.candidates(product), default):
@@ -320,6 +330,22 @@ class Tuner:
             rel_l2=float(f"{errors[chosen]:.4g}"),
             pytorch_rel_l2=float(f"{bars.l2:.4g}"),
         )
+
+    def measure(
+        self, product: Product, choices: Sequence[Choice], rounds: int, alone: bool = False
+    ) -> list[tuple[float, float]]:
+        """Median microseconds and relative L2 error of each way, timed in turn; for benchmarks.
+
+        alone: without the op that reads the product, except one that a way has fused.
+        """
+        task = self._task(product)
+        (us,) = self.timer.round([task.record(choices[0], _LEAST_CALLS, alone)])
+        recordings = [task.record(choice, _calls_for(us), alone) for choice in choices]
+        for _ in range(_WARM_ROUNDS):
+            self.timer.round(recordings)
+        spans = zip(*(self.timer.round(recordings) for _ in range(rounds)), strict=True)
+        errors = [task.errors(task.product_by(choice))[0] for choice in choices]
+        return list(zip(map(statistics.median, spans), errors, strict=True))
 
     def _task(self, product: Product) -> _Task:
         weight = Weight(product.op, product.features, product.columns)
@@ -392,17 +418,22 @@ class _Task:
             self._norm = normal(product.features)
         self._exact: torch.Tensor | None = None
 
-    def record(self, choice: Choice, calls: int) -> Recording:
+    def record(self, choice: Choice, calls: int, alone: bool = False) -> Recording:
         """Calls of the product and of what reads it, on the weights after those of the recording before."""
         turn = [self._weights[(self._next + i) % len(self._weights)] for i in range(calls)]
         self._next += calls
-        return self._timer.record([partial(self._call, choice, weight) for weight in turn])
+        call = self._product_alone if alone else self._call
+        return self._timer.record([partial(call, choice, weight) for weight in turn])
 
     def _call(self, choice: Choice, weight: torch.Tensor) -> Any:
         found = self._ways.compute(self._product.op, choice, self._x, weight)
         if self._product.op == "linear_update":
             return add_rms_norm(self._residual, found, self._norm, _EPS)
         return found
+
+    def _product_alone(self, choice: Choice, weight: torch.Tensor) -> torch.Tensor:
+        op = self._product.op if choice.fused else "linear"
+        return self._ways.compute(op, choice, self._x, weight)
 
     def product_by(self, choice: Choice) -> torch.Tensor:
         """What a way computes of the first weight, float32; partial sums are added up."""
@@ -433,6 +464,11 @@ class _Task:
         return torch.nn.functional.silu(gate) * up
 
 
+def _calls_for(us: float) -> int:
+    """Calls of a recording, where one takes so many microseconds."""
+    return max(_LEAST_CALLS, min(_MOST_CALLS, -(-int(_LEAST_US) // max(int(us), 1))))
+
+
 def _groups(candidates: Iterable[Choice], default: Choice) -> Iterator[list[Choice]]:
     """Candidates other than the default, each once, some at a time."""
     group: list[Choice] = []
@@ -451,14 +487,19 @@ def _groups(candidates: Iterable[Choice], default: Choice) -> Iterator[list[Choi
 class Tuning:
     """A model's products on its device: the choices in force, where they are kept, and the tuner for those to come.
 
-    weights: of the packed forward, bfloat16 on a CUDA device. What the shipped and the user's own table have for this
-        device is in force when this returns.
+    takes: whether the device takes a choice. counts: products of a forward, by op and weight. What the shipped and the
+    user's own table have for this device is in force when this returns; entries: those, and what is tuned later.
     """
 
     def __init__(
-        self, tuner: Tuner, choices: Choices, store: Store, takes: Callable[[Product, Choice], bool]
+        self,
+        tuner: Tuner,
+        choices: Choices,
+        store: Store,
+        takes: Callable[[Product, Choice], bool],
+        counts: Mapping[Weight, int],
     ):
-        self.tuner, self.choices, self.store = tuner, choices, store
+        self.tuner, self.choices, self.store, self.counts = tuner, choices, store, counts
         known = {**tables.shipped(store.facts), **store.read()}
         unfit = {product: entry for product, entry in known.items() if not takes(product, entry.choice)}
         if unfit:
@@ -474,7 +515,7 @@ class Tuning:
 
     @classmethod
     def of(cls, weights: Weights) -> Tuning:
-        """The tuning of a model on its CUDA device; its ops look the choices up from here on."""
+        """The tuning of bfloat16 weights on a CUDA device; the device's ops look the choices up from now on."""
         device = weights.device
         # Models on one device share what is chosen there.
         choices = _choices.installed(device.index)
@@ -483,7 +524,8 @@ class Tuning:
         with torch.cuda.device(device):
             ways = DeviceWays(device)
             tuner = Tuner(model_weights(weights), ways, GraphTimer(device))
-            tuning = cls(tuner, choices, Store(facts_of(device), tables.stored_in()), ways.takes)
+            store = Store(facts_of(device), tables.stored_in())
+            tuning = cls(tuner, choices, store, ways.takes, forward_counts(weights))
         _choices.install(device.index, choices)
         return tuning
 

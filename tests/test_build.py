@@ -209,7 +209,10 @@ def test_the_header_is_found_in_the_toolkit_and_in_the_wheels(tmp_path, monkeypa
     # The toolkit's own comes first.
     (tmp_path / "toolkit" / "include").mkdir(exist_ok=True)
     (tmp_path / "toolkit" / "include" / build.CUBLAS_HEADER).touch()
-    assert build.find_cublas(str(tmp_path / "toolkit" / "bin" / "nvcc"), "13") == tmp_path / "toolkit" / "include"
+    assert (
+        build.find_cublas(str(tmp_path / "toolkit" / "bin" / "nvcc"), "13")
+        == tmp_path / "toolkit" / "include"
+    )
 
 
 @pytest.mark.parametrize(
