@@ -112,7 +112,8 @@ def compile_binding(nvcc: str, source: Path, torch_folder: Path, cublas: Path) -
         command = [
             nvcc,
             *flags,
-            "-Werror=all-warnings",
+            "-Xcompiler",
+            "-Werror",
             "-c",
             str(source),
             "-o",
