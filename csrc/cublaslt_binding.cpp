@@ -320,7 +320,14 @@ Tensor cublaslt_algorithms(int64_t device, int64_t rows, int64_t features, int64
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const cublasLtHandle_t handle = handle_of(device);
 
-  std::vector<Heuristic> found = proposed(handle, problem, most);
+  std::vector<Heuristic> found;
+  for (const Heuristic& one : proposed(handle, problem, most)) {
+    // What is kept is checked in the same way when it is read back.
+    Heuristic checked = one;
+    if (!accepts(handle, problem, one.algo, checked)) continue;
+    checked.workspaceSize = std::max(checked.workspaceSize, one.workspaceSize);
+    found.push_back(checked);
+  }
   const size_t first = std::min(found.size(), kSplitFirst);
   if (partials == 1) {
     for (size_t i = 0; i < first; ++i) {
