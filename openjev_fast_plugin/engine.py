@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from openjev_fast_plugin.tuner import IdleTuning, Tuning
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
 MEMINFO = Path("/proc/meminfo")
+
+_log = logging.getLogger("openjev_fast")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class FastEngine:
             idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
             self._graphs = GraphedForward(
                 partial(forward, self._weights), self._weights.device, idle_work=idle
+            )
+        elif settings.tuning == "idle":
+            _log.warning(
+                "openjev-fast: nothing is tuned when idle: forwards are not captured, with %s in PyTorch",
+                ", ".join(self._portable),
             )
 
     @property

@@ -258,7 +258,12 @@ class GraphedForward(CapturedGraphs[InputsT]):
         """A piece of the idle work; the shapes whose graphs it has outdated are wanted again."""
         assert self._idle_work is not None
         with self._device_lock, torch.inference_mode(), self._on_device():
-            done = self._idle_work.step()
+            try:
+                done = self._idle_work.step()
+            except Exception:
+                # The thread lives on, for captures; the next eager forward tries the work again.
+                _log.exception("openjev-fast: work for an idle device failed")
+                done = False
             outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
         with self._changed:
             self._work_left |= done

@@ -5,9 +5,9 @@ either order of the operands, each of the first with its columns in 2 to 4 parts
 sums left to the norm. They are timed together with the op that reads the product, on weights of the model in turn, so
 that nothing is in the cache that a forward would not find there and no weight is allocated.
 
-A screening sorts them, a few at a time beside the default way; the best are held against a float32 product, and must
-repeat their own bits; those that pass take turns in a final. The default stays unless it is beaten clearly. All of it
-is cut into pieces of some milliseconds, so that a server can tune while it is idle.
+A screening sorts them, a few at a time beside the default way; from the best on they are held against a float32 product
+and must repeat their own bits; the first that pass take turns in a final. The default stays unless it is beaten
+clearly. All of it is cut into pieces of some milliseconds, so that a server can tune while it is idle.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, Line
 LARGEST_RATIO = 1.05
 # The default stays unless the best takes less than this share of its time: a median of one run repeats to a percent.
 BEATEN_BELOW = 0.985
-# Candidates of one piece of the screening, and those that come to the final.
-_GROUP, _FINALISTS = 6, 6
+# Candidates of one piece of the screening, and those that come to the final: the best that agree with the product, none
+# of which took longer than this share of the default's time.
+_GROUP, _FINALISTS, _WORTH_A_FINAL = 6, 6, 1.02
 _SCREENING_ROUNDS, _FINAL_ROUNDS = 2, 11
 # A replay makes calls for this many microseconds, at least, and two calls: less is lost in the gaps between graphs.
 _LEAST_US, _LEAST_CALLS, _MOST_CALLS = 200.0, 2, 64
@@ -254,15 +255,6 @@ def _last_layer_parts(weights: Weights, mixer: LinearAttentionWeights | FullAtte
 
 
 @dataclass
-class _Contender:
-    """A way, its recorded calls, and its time over the default's in the same round."""
-
-    choice: Choice
-    recording: Recording
-    ratio: float = 1.0
-
-
-@dataclass
 class Tuner:
     """Tunes the products of some weights.
 
@@ -282,51 +274,46 @@ class Tuner:
 
         Raises NoWeight where the model has no weight of that size.
         """
-        task = self._task(product)
-        default = self.ways.default(product)
-        self.refused = []
-        base = _Contender(default, task.record(default, _LEAST_CALLS))
-        for _ in range(_WARM_ROUNDS):
-            us = self.timer.round([base.recording])[0]
-        yield
-        calls = _calls_for(us)
-        base = _Contender(default, task.record(default, calls))
-        best: list[_Contender] = []
-        for group in _groups(self.ways.candidates(product), default):
-            best += self._screen(task, base, group, calls)
-            best = sorted(best, key=lambda contender: contender.ratio)[:_FINALISTS]
-            yield
-        finalists, errors = [], {}
+        task, default = self._task(product), self.ways.default(product)
+        left_out, self.refused = {default}, []
         bars = task.bars()
+        error = self._error(task, default, bars)
+        if error is None:
+            _log.error("openjev-fast: %s by %s errs: %s", product, default, self.refused[-1][1])
+            # Compared with what the bars are made of, from here on.
+            default, error = PYTORCH, bars.l2
         yield
-        for contender in [base, *best]:
-            error = self._error(task, contender.choice, bars)
-            if error is not None:
-                errors[contender.choice] = error
-                finalists.append(contender)
+        base = task.record(default, _LEAST_CALLS)
+        for _ in range(_WARM_ROUNDS):
+            (us,) = self.timer.round([base])
             yield
-        if base.choice not in errors:
-            _log.error(
-                "openjev-fast: %s by %s errs: %s", product, base.choice, dict(self.refused)[base.choice]
-            )
-            # Computed as nothing but `F.linear` from here on, which the bar is made of.
-            base = _Contender(PYTORCH, task.record(PYTORCH, calls))
-            errors[PYTORCH] = bars.l2
-            finalists = [base, *(one for one in finalists if one.choice != PYTORCH)]
-        times: dict[Choice, list[float]] = {contender.choice: [] for contender in finalists}
+        calls = _calls_for(us)
+        base = task.record(default, calls)
+        ratios: dict[Choice, float] = {}
+        for group in _groups(self.ways.candidates(product), {default, *left_out}):
+            ratios |= self._screen(task, base, group, calls)
+            yield
+        finalists, errors = {default: base}, {default: error}
+        for choice in sorted(ratios, key=lambda choice: ratios[choice]):
+            if len(finalists) > _FINALISTS or ratios[choice] > _WORTH_A_FINAL:
+                break
+            error = self._error(task, choice, bars)
+            if error is not None:
+                finalists[choice], errors[choice] = task.record(choice, calls), error
+            yield
+        times: dict[Choice, list[float]] = {choice: [] for choice in finalists}
         for _ in range(_FINAL_ROUNDS):
-            us_of = self.timer.round([contender.recording for contender in finalists])
-            for contender, us in zip(finalists, us_of, strict=True):
-                times[contender.choice].append(us)
+            for choice, us in zip(finalists, self.timer.round(list(finalists.values())), strict=True):
+                times[choice].append(us)
             yield
         medians = {choice: statistics.median(spans) for choice, spans in times.items()}
         chosen = min(medians, key=lambda choice: medians[choice])
-        if medians[chosen] >= BEATEN_BELOW * medians[base.choice]:
-            chosen = base.choice
+        if medians[chosen] >= BEATEN_BELOW * medians[default]:
+            chosen = default
         return Entry(
             chosen,
             us=round(medians[chosen], 3),
-            default_us=round(medians[base.choice], 3),
+            default_us=round(medians[default], 3),
             rel_l2=float(f"{errors[chosen]:.4g}"),
             pytorch_rel_l2=float(f"{bars.l2:.4g}"),
         )
@@ -353,25 +340,23 @@ class Tuner:
             raise NoWeight(f"no weight of the model is for {product}")
         return _Task(product, self.weights[weight], self.ways, self.timer)
 
-    def _screen(self, task: _Task, base: _Contender, group: Sequence[Choice], calls: int) -> list[_Contender]:
-        """Candidates with the best ratio each had to the default."""
-        found = []
+    def _screen(
+        self, task: _Task, base: Recording, group: Sequence[Choice], calls: int
+    ) -> dict[Choice, float]:
+        """Each candidate's best time over the default's in the same round."""
+        recordings: dict[Choice, Recording] = {}
         for choice in group:
             try:
-                found.append(_Contender(choice, task.record(choice, calls)))
+                recordings[choice] = task.record(choice, calls)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 self.refused.append((choice, next(iter(str(error).splitlines()), "")))
-        if not found:
-            return []
         rounds = []
-        for _ in range(_SCREENING_ROUNDS):
-            first, *others = self.timer.round([base.recording, *(one.recording for one in found)])
+        for _ in range(_SCREENING_ROUNDS if recordings else 0):
+            first, *others = self.timer.round([base, *recordings.values()])
             rounds.append([us / first for us in others])
-        for contender, ratios in zip(found, zip(*rounds, strict=True), strict=True):
-            contender.ratio = min(ratios)
-        return found
+        return dict(zip(recordings, map(min, zip(*rounds, strict=True)), strict=True))
 
     def _error(self, task: _Task, choice: Choice, bars: _Bars) -> float | None:
         """Relative L2 error of a way that agrees with the product and repeats its bits; else None, noted as refused."""
@@ -469,10 +454,10 @@ def _calls_for(us: float) -> int:
     return max(_LEAST_CALLS, min(_MOST_CALLS, -(-int(_LEAST_US) // max(int(us), 1))))
 
 
-def _groups(candidates: Iterable[Choice], default: Choice) -> Iterator[list[Choice]]:
-    """Candidates other than the default, each once, some at a time."""
+def _groups(candidates: Iterable[Choice], left_out: set[Choice]) -> Iterator[list[Choice]]:
+    """Candidates, each once and some at a time, without those left out."""
     group: list[Choice] = []
-    seen = {default}
+    seen = set(left_out)
     for choice in candidates:
         if choice not in seen:
             seen.add(choice)

@@ -253,3 +253,18 @@ def test_large_inputs_are_not_captured_but_start_the_work():
     graphs(Row.of(1, 2, 3, 4))
     graphs.wait_until_captured()
     assert work.steps == 1 and graphs.counts["captures"] == 0
+
+
+def test_work_that_fails_is_logged_and_captures_go_on(caplog):
+    class Failing(Doubling):
+        def step(self) -> bool:
+            if self.sizes:
+                self.sizes.pop()
+                raise TypeError("a mistake")
+            return False
+
+    graphs = GraphedForward(doubled, CPU, idle_seconds=0.0, idle_work=Failing(1))
+    for row in (Row.of(1), Row.of(1, 2)):
+        graphs(row)
+        graphs.wait_until_captured()
+    assert graphs.counts["captures"] == 2 and "a mistake" in caplog.text

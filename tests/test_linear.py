@@ -132,3 +132,10 @@ def test_choices_note_what_is_wanted_and_count_changes_by_rows():
     assert choices.state((8, 16)) == before and other not in choices.wanted and choices.find(other) == PYTORCH
     choices.choose(other, kernel, default=PYTORCH)
     assert choices.state((8, 16)) != before and choices.state((8,)) == before[:1]
+
+
+def test_what_is_wanted_does_not_grow_without_end():
+    choices = Choices()
+    for rows in range(1, 6000):
+        choices.find(Product("linear", 8 * rows, 64, 64))
+    assert len(choices.wanted) == 4096

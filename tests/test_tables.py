@@ -50,6 +50,9 @@ def test_choices_of_other_facts_are_not_read(tmp_path, fact):
     Store(FACTS, tmp_path).add(ENTRIES)
     assert Store(other, tmp_path).read() == {}
     assert Store(other, tmp_path).path != Store(FACTS, tmp_path).path
+    # Whatever the file is called.
+    tables.merge(Store(other, tmp_path / "more").path, FACTS, ENTRIES)
+    assert Store(other, tmp_path / "more").read() == {}
     # In one file too, and the shipped table leaves the driver out.
     assert tables.shipped(FACTS, Store(FACTS, tmp_path).path) == ENTRIES
     assert tables.shipped(other, Store(FACTS, tmp_path).path) == (ENTRIES if fact == "driver" else {})

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 OPS = ("linear", "linear_silu_mul", "linear_update")
+# Products noted as wanted, at most: a server that makes no choices forgets none.
+_MOST_WANTED = 4096
 
 
 class Product(NamedTuple):
@@ -59,7 +61,7 @@ PYTORCH = Choice("pytorch")
 class Choices:
     """The choices of one device. Any thread may look up; choices are made while no forward runs on the device.
 
-    wanted: products that were asked for and have no choice, in the order of the first time.
+    wanted: products that were asked for and have no choice, in the order of the first time; the first few thousand.
     """
 
     def __init__(self, chosen: Mapping[Product, Choice] | None = None):
@@ -76,7 +78,7 @@ class Choices:
     def find(self, product: Product) -> Choice | None:
         """The choice for a product; one without is noted as wanted."""
         found = self._chosen.get(product)
-        if found is None and product not in self.wanted:
+        if found is None and product not in self.wanted and len(self.wanted) < _MOST_WANTED:
             self.wanted[product] = None
         return found
 
