@@ -1,4 +1,4 @@
-"""CUDA implementations of the public ops that have a hand-written kernel.
+"""CUDA implementations of the public ops: hand-written kernels, and for products whichever way is chosen.
 
 The kernels take bfloat16. float32 tensors on CUDA go to the op's portable implementation by design: float32
 is the precision of golden comparisons, not one to serve in. So do shapes that a kernel has no instance for, as
