@@ -346,7 +346,8 @@ def test_only_the_answer_to_health_is_changed(tmp_path, monkeypatch):
 
     _, _, server_module = fake_modules(tmp_path, monkeypatch)
     plain = types.SimpleNamespace(model_name="toy", method="host")
-    taken = types.SimpleNamespace(describe=lambda: {"name": "x"})
+    # Without an engine: with one, replies differ in their connection.
+    taken = types.SimpleNamespace(describe=lambda: {"name": "x"}, engine=None)
     fast = types.SimpleNamespace(**vars(plain), openjev_fast=taken)
 
     def raw(server, path):
