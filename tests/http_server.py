@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hosts import serving
+from hosts import environment, serving
 
 PYTHON = Path(sys.executable)
 # Where `jev` was found, for interpreters it is not installed in.
@@ -159,6 +160,22 @@ class Start:
 
     arguments: tuple[object, ...]
     variables: tuple[tuple[str, str], ...] = ()
+
+
+@contextmanager
+def process(start: Start) -> Iterator[tuple[subprocess.Popen, Server]]:
+    """A server process to send signals to, and the server; killed in the end if it still runs."""
+    variables = environment(*JEV, **ONE_THREAD, **dict(start.variables))
+    command = [PYTHON, *map(str, start.arguments), "--device", "cpu", "--port", "0"]
+    # Not the checkout, whose folders are not the package.
+    started = subprocess.Popen(
+        command, env=variables, cwd=PYTHON.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield started, Server(json.loads(started.stdout.readline())["url"])
+    finally:
+        started.kill()
+        started.communicate()
 
 
 @contextmanager
