@@ -101,20 +101,33 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-def make(backend: bool = True, predictor: Predictor | None = None, **limits: Any) -> Running:
+def make(
+    backend: bool = True,
+    predictor: Predictor | None = None,
+    make_server: Callable | None = None,
+    **limits: Any,
+) -> Running:
     """A server that listens and does not serve yet."""
     predictor, exchanges = predictor or Predictor(), []
     if backend:
         engine = SimpleNamespace(describe=lambda: {"kernels": "none"})
         predictor.openjev_fast = Takeover("fast", "argument", engine, observers=[exchanges.append])
-    undo = jev_server.apply(jev_server_module)
-    try:
-        server = jev_server_module.make_server(predictor, "127.0.0.1", 0, max_body_bytes=MAX_BODY)
-    finally:
-        undo()
+    make_server = jev_server._make_server(make_server or jev_server_module.make_server)
+    server = make_server(predictor, "127.0.0.1", 0, max_body_bytes=MAX_BODY)
     if backend:
         server.limits = replace(server.limits, **limits)
     return Running(server, predictor, exchanges)
+
+
+def with_handler(**methods: Callable) -> Callable:
+    original = jev_server_module.make_server
+
+    def make_server(predictor, host="127.0.0.1", port=0, *, static_root=None, max_body_bytes=2**22):
+        server = original(predictor, host, 0, max_body_bytes=max_body_bytes)
+        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), methods)
+        return server
+
+    return make_server
 
 
 @contextlib.contextmanager
@@ -421,9 +434,47 @@ def test_what_a_client_goes_on_sending_is_read_only_so_long():
                 wire.send(b" " * 65536)
         assert 0.3 < time.monotonic() - start < 5
         wait_for(lambda: not made.server._places)
-        with made.wire() as silent:
-            silent.send(request(b"", length=10**12))
-            assert silent.reply().status == 413 and silent.closed()
+
+
+def test_a_client_that_is_silent_where_nothing_is_read_is_let_go():
+    with running(linger_seconds=60, pause_seconds=0.2) as made, made.wire() as silent:
+        start = time.monotonic()
+        silent.send(request(b"", length=10**12))
+        assert silent.reply().status == 413 and silent.closed()
+        wait_for(lambda: not made.server._places, seconds=10)
+        assert time.monotonic() - start > 0.1
+
+
+def test_a_reply_to_what_is_not_read_ends_at_once_and_holds_no_stop_up():
+    with running(linger_seconds=60, pause_seconds=60) as made, made.wire() as wire:
+        wire.send(request(b"", length=10**12))
+        assert wire.reply().status == 413 and wire.closed()
+        made.server.stop()
+        made.thread.join(10)
+        assert not made.thread.is_alive()
+
+
+def test_the_handler_sees_a_plain_body_whatever_was_sent():
+    def do_POST(self: Any) -> None:
+        names = ("Content-Length", "Transfer-Encoding", "Content-Encoding")
+        seen = {"headers": [self.headers[name] for name in names], "body": self.rfile.read().decode()}
+        self.send_json(200, seen)
+
+    limit = MAX_BODY
+    sent = [
+        (ASK, len(ASK), ()),
+        (gzip.compress(ASK), len(ASK), ("Content-Encoding: gzip",)),
+        (gzip.compress(b" " * (limit + 1)), limit + 1, ("Content-Encoding: gzip",)),
+        (chunked(ASK, 9), len(ASK), ("Transfer-Encoding: chunked",)),
+        (chunked(b" " * (limit + 7), limit), limit + 1, ("Transfer-Encoding: chunked",)),
+        (chunked(b"", 1), 0, ("Transfer-Encoding: chunked",)),
+    ]
+    with running(make_server=with_handler(do_POST=do_POST)) as made:
+        for body, length, headers in sent:
+            with made.wire() as wire:
+                wire.send(request(body, *headers, length="Transfer" not in "".join(headers) and None), b"")
+                expected = ASK.decode() if length == len(ASK) else ""
+                assert wire.reply().content == {"headers": [str(length), None, None], "body": expected}
 
 
 @pytest.mark.parametrize(
@@ -905,17 +956,6 @@ def test_a_stop_under_load_loses_and_repeats_nothing():
 
 
 # What cannot be bounded is said
-
-
-def with_handler(**methods: Callable) -> Callable:
-    original = jev_server_module.make_server
-
-    def make_server(predictor, host="127.0.0.1", port=0, *, static_root=None, max_body_bytes=2**22):
-        server = original(predictor, host, 0)
-        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), methods)
-        return server
-
-    return make_server
 
 
 @pytest.mark.parametrize("name", ["handle", "handle_one_request", "parse_request"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import tracemalloc
 from email.message import Message
 from itertools import islice
@@ -161,6 +162,15 @@ def test_what_is_not_coded_as_it_says_is_refused(coding):
         with pytest.raises(Refused) as caught:
             list(decoded(body, [coding]))
         assert caught.value.status == 422 and coding in caught.value.error
+
+
+def test_what_follows_a_frame_is_noticed_wherever_it_ends():
+    for length in range(130):
+        # Incompressible: frames of every length.
+        frame = zstandard.compress(random.Random(length).randbytes(length))
+        assert len(b"".join(decoded(frame, ["zstd"]))) == length
+        with pytest.raises(Refused, match="bytes follow"):
+            list(decoded(frame + b"x", ["zstd"]))
 
 
 def test_a_zstd_body_may_not_ask_for_more_than_the_window_of_the_standard():
