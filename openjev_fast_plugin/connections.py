@@ -1,4 +1,4 @@
-"""Open-Jev's HTTP server, with bounds on what its clients can make it hold, and for how long. Standard library only.
+"""Open-Jev's HTTP server, with bounds on what its clients can make it hold, and for how long. Imports no torch.
 
 `bound` changes one server object and the handler class that was made for it. Routes, checks and answers stay what that
 handler writes; around it, a request is read whole before the handler starts and its reply leaves in one write.
@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,8 +51,8 @@ class Limits:
     idle: between two requests, longer than the 30 s that clients keep a connection for.
     header_seconds, header_bytes, body_seconds: from the first byte of a request to the end of its header fields; then
         to the end of its body.
-    body_bytes: of all bodies that are being read or answered, as sent and as decoded. Parsed, they take up to 25 times
-        that.
+    body_bytes: of all bodies that are being read or answered, as sent and as decoded; at least one compressed body of
+        the largest size has room. Parsed, they take up to 32 times that.
     reply_seconds: until the client has taken a reply.
     linger_seconds, pause_seconds: how long a client may go on sending what nobody reads, and be silent meanwhile,
         before the connection is closed on it; closed at once, the reply would be lost.
@@ -357,7 +357,8 @@ class _Server(ThreadingHTTPServer):
 
     def bind_limits(self, taken: Any, max_body_bytes: int, limits: Limits) -> None:
         """What `__init__` would do, for an object that is there already."""
-        self.taken, self.max_body_bytes, self.limits = taken, max_body_bytes, limits
+        self.taken, self.max_body_bytes = taken, max_body_bytes
+        self.limits = replace(limits, body_bytes=max(limits.body_bytes, 2 * max_body_bytes))
         self.state, self._failure = READY, ""
         self._places: dict[socket.socket, _Place] = {}
         self._changed = threading.Condition()

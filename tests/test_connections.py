@@ -556,6 +556,16 @@ def test_bodies_together_are_bounded():
         assert made.server._body_bytes == 0
 
 
+def test_a_body_of_the_largest_size_has_room_whatever_that_size_is():
+    predictor = Predictor()
+    predictor.openjev_fast = Takeover("fast", "argument", SimpleNamespace(describe=dict))
+    make_server = jev_server._make_server(jev_server_module.make_server)
+    with make_server(predictor, "127.0.0.1", 0, max_body_bytes=2**30) as server:
+        server.hold(2**31)
+        with pytest.raises(Unavailable):
+            server.hold(1)
+
+
 # Slow clients
 
 
