@@ -42,7 +42,10 @@ class Engine(Protocol):
     """A model taken over by a backend."""
 
     def score(self, records: list[dict]) -> Scores:
-        """Logits of `compile_request` records, computed without autograd."""
+        """Logits of `compile_request` records, computed without autograd.
+
+        Where the device is lost, call `connections.fail` and raise: the server answers 500 and its program exits.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Facts that do not change between calls (kernels, dtype, device), for `/health` and `metadata`."""

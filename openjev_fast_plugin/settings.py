@@ -16,6 +16,7 @@ from pathlib import Path
 
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
@@ -36,18 +37,14 @@ class Selection:
 class Settings:
     # Packed rows one forward may hold; None: choose from the memory there is.
     max_rows: int | None = None
+    # The file that a line is appended to for every HTTP request; None: there is no such log.
+    access_log: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
-        text = _value(environ, MAX_ROWS_VARIABLE)
-        if text is None:
-            return cls()
-        # Python refuses to read thousands of digits as a number.
-        if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
-            raise BackendError(
-                f"{MAX_ROWS_VARIABLE} must be a positive integer below 10**18, found {reprlib.repr(text)}"
-            )
-        return cls(max_rows=int(text))
+        return cls(
+            max_rows=_positive(environ, MAX_ROWS_VARIABLE), access_log=_value(environ, ACCESS_LOG_VARIABLE)
+        )
 
 
 def resolve(
@@ -81,6 +78,14 @@ def origin(selection: Selection) -> str:
 def _value(environ: Mapping[str, str] | None, name: str) -> str | None:
     # An empty variable is an unset one.
     return (os.environ if environ is None else environ).get(name, "").strip() or None
+
+
+def _positive(environ: Mapping[str, str] | None, name: str) -> int | None:
+    text = _value(environ, name)
+    # Python refuses to read thousands of digits as a number.
+    if text is None or (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
+        return None if text is None else int(text)
+    raise BackendError(f"{name} must be a positive integer below 10**18, found {reprlib.repr(text)}")
 
 
 def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:

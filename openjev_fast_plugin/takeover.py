@@ -6,14 +6,15 @@ import contextlib
 import contextvars
 import logging
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .build import BuildError
 from .settings import AUTO, ORIGINAL, BackendError, Selection, Settings, origin
 
 if TYPE_CHECKING:
+    from .exchange import Exchange
     from .hookspecs import Backend, Engine, Scores
 
 log = logging.getLogger("openjev_fast")
@@ -30,6 +31,10 @@ class Takeover:
     # Why `auto` chose as it did.
     reason: str | None = None
     requested: str | None = None
+    # What `GET /metrics` answers: the content and its type. None: there is no such route.
+    metrics: Callable[[], tuple[bytes, str]] | None = None
+    # Called with every HTTP exchange once it is over.
+    observers: list[Callable[[Exchange], None]] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "decided_by": self.decided_by}

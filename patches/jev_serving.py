@@ -13,10 +13,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import backend_flag
-from ..settings import AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
+from ..settings import ACCESS_LOG_VARIABLE, AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
 from . import Changes, Known, UnknownUpstream, jev_server, log
 
 if TYPE_CHECKING:
+    from ..access_log import AccessLog
     from ..takeover import Takeover
 
 LOAD_PREDICTOR = Known(
@@ -93,6 +94,7 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     from .. import takeover
 
     settings = Settings.read()
+    access_log = _access_log(settings)
     jev_server.verify()
     # Inside, DecisionModel.load hands the model over, so that provenance describes what is really there.
     with backend_flag.decided(selection):
@@ -106,9 +108,30 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
         # The backend shares one forward between all candidates of a request, however many.
         predictor.batch_size = predictor.max_candidates
     _report(predictor, model.openjev_fast)
+    if access_log is not None:
+        _keep(access_log, predictor.openjev_fast)
     jev_server.install()
     log.info("openjev-fast: %s", predictor.openjev_fast.describe())
     return predictor
+
+
+def _access_log(settings: Settings) -> AccessLog | None:
+    if settings.access_log is None:
+        return None
+    from ..access_log import AccessLog
+
+    try:
+        return AccessLog(settings.access_log)
+    except OSError as error:
+        raise BackendError(f"{ACCESS_LOG_VARIABLE}: {error}") from None
+
+
+def _keep(access_log: AccessLog, taken: Takeover) -> None:
+    if taken.engine is not None:
+        taken.observers.append(access_log)
+    else:
+        log.warning("openjev-fast: %s: the original answers, and keeps no access log", ACCESS_LOG_VARIABLE)
+        access_log.close()
 
 
 def _verify_predictor(predictor: Any) -> None:

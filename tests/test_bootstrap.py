@@ -313,7 +313,7 @@ def test_every_way_to_start_takes_the_flag(python, hosts, checkpoint, flavour, s
         "status": "ready",
         "model": "toy",
         "method": "host",
-        "backend": {"name": OURS, "decided_by": "flag", "kernels": "original"},
+        "backend": {"name": OURS, "decided_by": "flag", "kernels": "original", "status": "ready"},
     }
     # Batches of 32 would be two calls; the model was handed over before its provenance was read.
     stats = {"rows_asked": 400, "rows_computed": 400, "forwards": 40}

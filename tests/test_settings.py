@@ -54,6 +54,12 @@ def test_max_rows():
     assert Settings.read({"OPENJEV_FAST_MAX_ROWS": "4096"}).max_rows == 4096
 
 
+def test_access_log():
+    assert Settings.read({}).access_log is None
+    assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": " "}).access_log is None
+    assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": "/tmp/a log"}) == Settings(access_log="/tmp/a log")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²", "9" * 19])
 def test_max_rows_that_is_no_positive_integer(value):
     with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be a positive integer") as caught:
