@@ -458,7 +458,7 @@ def test_the_handler_sees_a_plain_body_whatever_was_sent():
     def do_POST(self: Any) -> None:
         names = ("Content-Length", "Transfer-Encoding", "Content-Encoding")
         seen = {"headers": [self.headers[name] for name in names], "body": self.rfile.read().decode()}
-        self.send_json(200, seen)
+        self.send(200, json.dumps(seen).encode(), "application/json")
 
     limit = MAX_BODY
     sent = [
