@@ -22,10 +22,9 @@ exit status: 0 done, 1 it failed and said why, 2 the command line was wrong, 130
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this environment has for a backend, and what to do about what it lacks",
+        description="Looks at Python, the libraries, the start-up file that brings the plugin into jev.server, "
+        "Open-Jev, the settings, the GPUs, the compiler and the kernels built so far. Changes nothing. Exits with 1 "
+        "where something is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
     make = commands.add_parser(
         "make-checkpoint",
         help="write a random-weight checkpoint in Open-Jev's layout",
@@ -70,36 +78,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo(args: argparse.Namespace) -> None:
+def _demo(args: argparse.Namespace) -> int:
     from openjev_fast_plugin import demo
 
     result = demo.run(args.checkpoint, args.device, args.repeats)
     print(json.dumps(result) if args.json else demo.render(result))
+    return 0
 
 
-def _make_checkpoint(args: argparse.Namespace) -> None:
+def _doctor(args: argparse.Namespace) -> int:
+    from openjev_fast_plugin import doctor
+
+    result = doctor.report()
+    print(json.dumps(result) if args.json else doctor.render(result))
+    return 0 if result["ok"] else 1
+
+
+def _make_checkpoint(args: argparse.Namespace) -> int:
     path = make_checkpoint(args.profile, args.out, seed=args.seed, progress=say)
     print(
         json.dumps({"checkpoint": str(path), "profile": args.profile, "seed": args.seed})
         if args.json
         else path
     )
+    return 0
 
 
-_COMMANDS = {"demo": _demo, "make-checkpoint": _make_checkpoint}
+_COMMANDS = {"demo": _demo, "doctor": _doctor, "make-checkpoint": _make_checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = _parser().parse_args(argv)
     try:
-        _COMMANDS[args.command](args)
+        return _COMMANDS[args.command](args)
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError, RuntimeError) as error:
         print(f"openjev-fast {args.command}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":
