@@ -38,9 +38,34 @@ def choice(options: int, tokens: int, longest_prompt: Length) -> dict[str, Any]:
         "instructions": "Which of these answers the customer best?",
         "criteria": criteria,
     }
+
+    def request(words: int) -> dict[str, Any]:
+        return {"state": _text(words, 0), "questions": {"answer": question}}
+
+    return request(_most_words(tokens, lambda words: longest_prompt(request(words))))
+
+
+def nouls(tokens: int, longest_prompt: Length, seeds: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Yes-or-no questions, each prompt about `tokens` long: as many words as the first one takes to be that long.
+
+    seeds: of state and question of each; equal seeds give equal texts. longest_prompt: as for `choice`.
+    """
+
+    def request(words: int, state: int, question: int) -> dict[str, Any]:
+        instructions = f"Is this so: {_text(8, question)}?"
+        return {
+            "state": _text(words, state),
+            "questions": {"answer": {"type": "noul", "instructions": instructions}},
+        }
+
+    words = _most_words(tokens, lambda words: longest_prompt(request(words, *seeds[0])))
+    return [request(words, state, question) for state, question in seeds]
+
+
+def _most_words(tokens: int, length: Callable[[int], int]) -> int:
+    """The most words with which `length` stays at or under `tokens`."""
     low, high = 1, tokens
     while low < high:
         words = (low + high + 1) // 2
-        fits = longest_prompt({"state": _text(words, 0), "questions": {"answer": question}}) <= tokens
-        low, high = (words, high) if fits else (low, words - 1)
-    return {"state": _text(low, 0), "questions": {"answer": question}}
+        low, high = (words, high) if length(words) <= tokens else (low, words - 1)
+    return low

@@ -2,7 +2,7 @@
 
 A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
 request than the device to run them. A shape seen for the first time is answered eagerly at once, so no request ever
-waits for its own capture.
+waits for its own capture. A server that is never idle captures what is asked for often, in a small part of its time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from openjev_fast_plugin.layout import Layout
 
 _log = logging.getLogger("openjev_fast")
+
+# A busy device rests from capturing this many times as long as the last capture took.
+_REST = 9
 
 Forward = Callable[[Layout], torch.Tensor]
 
@@ -42,6 +45,7 @@ class GraphedForward:
     most_graphs, most_bytes: the least recently used graphs are dropped beyond either.
     most_rows: larger layouts are never captured; their kernels run longer than it takes to enqueue them.
     idle_seconds: how long no forward has run before a capture starts.
+    often: how many times a shape was asked for when it is captured although the device is busy.
     """
 
     def __init__(
@@ -53,14 +57,16 @@ class GraphedForward:
         most_bytes: int = 4 << 30,
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
+        often: int = 3,
     ):
         self._forward = forward
         self._device = device
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
-        self._idle_seconds = idle_seconds
+        self._idle_seconds, self._often = idle_seconds, often
         self._graphs: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()
-        # Shapes to capture, newest last, each with a layout on the host that has the shape.
-        self._wanted: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
+        # Shapes to capture, newest last, each with a layout on the host that has the shape, and how often it was asked.
+        self._wanted: OrderedDict[tuple[Any, ...], tuple[Layout, int]] = OrderedDict()
+        self._resting_until = 0.0
         # Held by whoever uses the device; the condition wakes the capturing thread.
         self._device_lock = threading.Lock()
         self._changed = threading.Condition()
@@ -86,9 +92,23 @@ class GraphedForward:
         with self._changed:
             self._last_use = time.monotonic()
             if captured is None and layout.rows <= self._most_rows:
-                self._wanted[key] = layout
+                asked = self._wanted.pop(key, (layout, 0))[1] + 1
+                self._wanted[key] = (layout, asked)
+                if len(self._wanted) > self._most_graphs:
+                    self._wanted.popitem(last=False)
                 self._start_capturing()
         return scores, captured is not None
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether this layout would be replayed."""
+        return layout.shape_key() in self._graphs
+
+    def drop(self) -> None:
+        """Let go of every graph, and capture none of the shapes asked for so far."""
+        with self._changed:
+            self._wanted.clear()
+        with self._device_lock:
+            self._graphs.clear()
 
     @property
     def held_bytes(self) -> int:
@@ -143,12 +163,27 @@ class GraphedForward:
                     self._capturing = None
                     self._changed.notify_all()
                     return
-                rest = self._last_use + self._idle_seconds - time.monotonic()
-                if rest > 0:
-                    self._changed.wait(rest)
+                key = self._due()
+                if key is None:
+                    self._changed.wait(max(self._last_use + self._idle_seconds - time.monotonic(), 1e-3))
                     continue
-                key, layout = self._wanted.popitem()
+                layout, _ = self._wanted.pop(key)
+            start = time.monotonic()
             try:
                 self.capture(layout)
             except torch.OutOfMemoryError:
                 _log.warning("openjev-fast: no device memory to capture a graph of %d rows", layout.rows)
+            except Exception:
+                _log.exception("openjev-fast: a graph of %d rows could not be captured", layout.rows)
+            end = time.monotonic()
+            self._resting_until = end + _REST * (end - start)
+
+    def _due(self) -> tuple[Any, ...] | None:
+        """The shape to capture now, if any; called with `_changed` held."""
+        now = time.monotonic()
+        if now >= self._last_use + self._idle_seconds:
+            return next(reversed(self._wanted))
+        if now < self._resting_until:
+            return None
+        often = (key for key, (_, asked) in reversed(self._wanted.items()) if asked >= self._often)
+        return next(often, None)

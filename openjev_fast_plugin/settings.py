@@ -16,6 +16,12 @@ from pathlib import Path
 
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+SHARE_ROWS_VARIABLE = "OPENJEV_FAST_SHARE_ROWS"
+QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
+QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
+WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
+
+_MOST_WAIT_US = 1000
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
@@ -36,18 +42,24 @@ class Selection:
 class Settings:
     # Packed rows one forward may hold; None: choose from the memory there is.
     max_rows: int | None = None
+    # Rows that other requests may add to the forward of the one that waits longest; 0: none.
+    share_rows: int = 1024
+    # Requests that may be inside at once, and the rows they may ask for together; more are refused.
+    queue: int = 256
+    queue_rows: int = 131_072
+    # Microseconds the device is kept free after a forward, while somebody waits, for further requests.
+    wait_us: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
-        text = _value(environ, MAX_ROWS_VARIABLE)
-        if text is None:
-            return cls()
-        # Python refuses to read thousands of digits as a number.
-        if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
-            raise BackendError(
-                f"{MAX_ROWS_VARIABLE} must be a positive integer below 10**18, found {reprlib.repr(text)}"
-            )
-        return cls(max_rows=int(text))
+        found = {
+            "max_rows": _number(environ, MAX_ROWS_VARIABLE, 1),
+            "share_rows": _number(environ, SHARE_ROWS_VARIABLE, 0),
+            "queue": _number(environ, QUEUE_VARIABLE, 1),
+            "queue_rows": _number(environ, QUEUE_ROWS_VARIABLE, 1),
+            "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
+        }
+        return cls(**{name: value for name, value in found.items() if value is not None})
 
 
 def resolve(
@@ -81,6 +93,17 @@ def origin(selection: Selection) -> str:
 def _value(environ: Mapping[str, str] | None, name: str) -> str | None:
     # An empty variable is an unset one.
     return (os.environ if environ is None else environ).get(name, "").strip() or None
+
+
+def _number(environ: Mapping[str, str] | None, name: str, least: int, most: int = 10**18 - 1) -> int | None:
+    """An integer from the environment; BackendError, naming variable and value, for anything else."""
+    text = _value(environ, name)
+    if text is None:
+        return None
+    # Python refuses to read thousands of digits as a number.
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and least <= int(text) <= most):
+        raise BackendError(f"{name} must be an integer from {least} to {most}, found {reprlib.repr(text)}")
+    return int(text)
 
 
 def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:

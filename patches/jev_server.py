@@ -1,4 +1,4 @@
-"""jev.server: `/health` says which backend answers and who decided.
+"""jev.server: `/health` says which backend answers and who decided; requests run side by side where it can.
 
 Applied when a backend has been loaded, to the namespace that holds `make_server`: `__main__` under
 `python -m jev.server`, else the imported module. Knows `make_server(predictor, host, port, *,
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import bootstrap
-from . import Changes, Known
+from . import Changes, Known, jev_server_concurrency
 
 MAKE_SERVER = Known(
     "jev.server.make_server",
@@ -68,6 +68,7 @@ def _make_server(original: Callable) -> Callable:
         server = original(*args, **arguments)
         predictor = args[0] if args else arguments["predictor"]
         if hasattr(predictor, "openjev_fast"):
+            jev_server_concurrency.apply(server, predictor.openjev_fast)
             _report_health(server.RequestHandlerClass, predictor.openjev_fast)
         return server
 
