@@ -333,7 +333,9 @@ class Scheduler:
         """The device is ours, and the next in the queue has the lead; called with the lock held."""
         self._busy = True
         running = set(packed.tickets)
-        self._queue = deque(ticket for ticket in self._queue if ticket not in running)
+        left = [ticket for ticket in self._queue if ticket not in running]
+        self._queue.clear()
+        self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None
         return packed
 
