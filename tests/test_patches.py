@@ -346,7 +346,7 @@ def test_only_the_answer_to_health_is_changed(tmp_path, monkeypatch):
 
     _, _, server_module = fake_modules(tmp_path, monkeypatch)
     plain = types.SimpleNamespace(model_name="toy", method="host")
-    taken = types.SimpleNamespace(describe=lambda: {"name": "x"})
+    taken = types.SimpleNamespace(describe=lambda: {"name": "x"}, concurrent=False)
     fast = types.SimpleNamespace(**vars(plain), openjev_fast=taken)
 
     def raw(server, path):
