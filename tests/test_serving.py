@@ -289,31 +289,26 @@ def test_a_client_that_hangs_up_frees_its_place(tiny_checkpoint, pool, monkeypat
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
         asked: list[Future[Reply]] = []
-        served.until(lambda: asked.append(pool.submit(served.server.post, LATE)) or _taken(asked[-1], served))
+
+        def taken() -> bool:
+            asked.append(pool.submit(served.server.post, LATE))
+            return served.sample("dropped_total") == 2
+
+        served.until(taken)
         go_on()
-        assert first.result(SECONDS).status == 200 and asked[-1].result(SECONDS).status == 200
+        statuses = {future.result(SECONDS).status for future in asked}
+        assert first.result(SECONDS).status == 200 and 200 in statuses <= {200, 503}
         served.until(lambda: served.engine.scheduler.inside == 0)
-        assert served.sample("dropped_total") == 2
         served.until(lambda: served.sample("requests_total", status="499") == 2)
         for connection in leaving if how == "half" else ():
             # Not an answer that somebody made up.
             assert connection.recv(1 << 16) == b""
             connection.close()
-    assert "Traceback" not in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed, printed
 
 
-def _taken(future: Future[Reply], served: Running) -> bool:
-    """Whether a request got into the queue; False once it was refused."""
-    while not served.engine.scheduler._queue:
-        if future.done():
-            return False
-        time.sleep(0.002)
-    # Those who left are gone from it: this is the new one.
-    return not future.done() and served.sample("dropped_total") == 2
-
-
-def test_an_agent_that_waits_in_a_slow_read_is_not_gone(served, pool, monkeypatch):
-    """A client that sent everything and stays connected is computed, also when more of its bytes are waiting."""
+def test_a_client_that_has_sent_its_next_request_already_is_not_gone(served, pool, monkeypatch):
     go_on = served.hold(monkeypatch)
     first = pool.submit(served.server.post, LATE)
     served.until(lambda: served.engine.scheduler._busy)
