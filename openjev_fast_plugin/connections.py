@@ -170,14 +170,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_request(self) -> None:
         """Have the request read and answered, into `wfile`."""
         self._held = 0
-        token = exchange._current.set(self.exchange)
         try:
-            super().handle_one_request()
+            with exchange.answering(self.exchange):
+                super().handle_one_request()
         except ConnectionError as error:
             log.debug("openjev-fast: a connection broke off: %s", error)
             self.exchange.client_left = True
         finally:
-            exchange._current.reset(token)
             self.rfile = self._stream
             self.server.release(self._held)
 

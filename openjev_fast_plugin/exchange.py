@@ -1,15 +1,17 @@
 """One HTTP request while it is answered, for the code that answers it. Standard library only.
 
-Upstream's handler runs the whole request in its thread, so `current()` there is the request's own exchange; a
-scheduler that answers it elsewhere takes the exchange along.
+Upstream's handler runs the whole request in its thread, so `current()` there is the request's own exchange; the
+scheduler, which may answer it from another thread, takes the exchange along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import select
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +88,16 @@ class Exchange:
 
 
 _current: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+
+
+@contextlib.contextmanager
+def answering(about: Exchange) -> Iterator[None]:
+    """What runs inside, on this thread, answers this exchange."""
+    token = _current.set(about)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def current() -> Exchange | None:

@@ -2,8 +2,9 @@
 
 A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
 request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
-when the device is idle, so no request ever waits for its own capture; `CapturedAtOnce` captures it while its first
-request waits, and needs no thread.
+when the device is idle, so no request ever waits for its own capture; a server that is never idle captures what is
+asked for often, in a small part of its time. `CapturedAtOnce` captures a shape while its first request waits, and needs
+no thread.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import torch
 
 _log = logging.getLogger("openjev_fast")
+
+
+# A busy device rests from capturing this many times as long as the last capture took.
+_REST = 9
 
 
 class Inputs(Protocol):
@@ -84,6 +89,15 @@ class CapturedGraphs(Generic[InputsT]):
         self._device_lock = threading.Lock()
         self.counts = {"replays": 0, "eager": 0, "captures": 0, "evictions": 0}
 
+    def holds(self, inputs: InputsT) -> bool:
+        """Whether these inputs would be replayed."""
+        return inputs.shape_key() in self._graphs
+
+    def drop(self) -> None:
+        """Let go of every graph."""
+        with self._device_lock:
+            self._graphs.clear()
+
     @property
     def held_bytes(self) -> int:
         """Device memory of all captured graphs."""
@@ -141,6 +155,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
     """Answers a new shape eagerly, and captures it when the device is idle.
 
     idle_seconds: how long no forward has run before a capture starts.
+    often: how many times a shape was asked for when it is captured although the device is busy.
     """
 
     def __init__(
@@ -152,11 +167,13 @@ class GraphedForward(CapturedGraphs[InputsT]):
         most_bytes: int = 4 << 30,
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
+        often: int = 3,
     ):
         super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
-        self._idle_seconds = idle_seconds
-        # Shapes to capture, newest last, each with inputs on the host that have the shape.
-        self._wanted: OrderedDict[tuple[Any, ...], InputsT] = OrderedDict()
+        self._idle_seconds, self._often = idle_seconds, often
+        # Shapes to capture, newest last, each with inputs on the host that have the shape, and how often it was asked.
+        self._wanted: OrderedDict[tuple[Any, ...], tuple[InputsT, int]] = OrderedDict()
+        self._resting_until = 0.0
         # Wakes the capturing thread.
         self._changed = threading.Condition()
         self._last_use = time.monotonic()
@@ -174,7 +191,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
         with self._changed:
             self._last_use = time.monotonic()
             if replayed is None and inputs.rows <= self._most_rows:
-                self._wanted[inputs.shape_key()] = inputs
+                key = inputs.shape_key()
+                asked = self._wanted.pop(key, (inputs, 0))[1] + 1
+                self._wanted[key] = (inputs, asked)
+                if len(self._wanted) > self._most_graphs:
+                    self._wanted.popitem(last=False)
                 self._start_capturing()
         return scores, replayed is not None
 
@@ -184,6 +205,12 @@ class GraphedForward(CapturedGraphs[InputsT]):
             if inputs.shape_key() not in self._graphs:
                 self._eager(inputs)
                 self._capture(inputs)
+
+    def drop(self) -> None:
+        """Let go of every graph, and capture none of the shapes asked for so far."""
+        with self._changed:
+            self._wanted.clear()
+        super().drop()
 
     def wait_until_captured(self) -> None:
         """Block until no shape is waiting for its capture."""
@@ -203,15 +230,30 @@ class GraphedForward(CapturedGraphs[InputsT]):
                     self._capturing = None
                     self._changed.notify_all()
                     return
-                rest = self._last_use + self._idle_seconds - time.monotonic()
-                if rest > 0:
-                    self._changed.wait(rest)
+                key = self._due()
+                if key is None:
+                    self._changed.wait(max(self._last_use + self._idle_seconds - time.monotonic(), 1e-3))
                     continue
-                _, inputs = self._wanted.popitem()
+                inputs, _ = self._wanted.pop(key)
+            start = time.monotonic()
             try:
                 self.capture(inputs)
             except torch.OutOfMemoryError:
                 _warn_of_memory(inputs)
+            except Exception:
+                _log.exception("openjev-fast: a graph of %d rows could not be captured", inputs.rows)
+            end = time.monotonic()
+            self._resting_until = end + _REST * (end - start)
+
+    def _due(self) -> tuple[Any, ...] | None:
+        """The shape to capture now, if any; called with `_changed` held."""
+        now = time.monotonic()
+        if now >= self._last_use + self._idle_seconds:
+            return next(reversed(self._wanted))
+        if now < self._resting_until:
+            return None
+        often = (key for key, (_, asked) in reversed(self._wanted.items()) if asked >= self._often)
+        return next(often, None)
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

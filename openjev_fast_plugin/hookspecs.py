@@ -39,7 +39,12 @@ class Scores(Protocol):
 
 
 class Engine(Protocol):
-    """A model taken over by a backend."""
+    """A model taken over by a backend.
+
+    An engine may have more, which is used where it is there: `concurrent` (true: several threads may call `score` at
+    once, and a server answers requests side by side), `metrics` (as `openjev_fast_plugin.metrics.Metrics`), `broken`
+    (why it answers nothing any more, else None) and `on_broken(callback)` (calls it with that reason, once).
+    """
 
     def score(self, records: list[dict]) -> Scores:
         """Logits of `compile_request` records, computed without autograd.

@@ -16,7 +16,13 @@ from pathlib import Path
 
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+SHARE_ROWS_VARIABLE = "OPENJEV_FAST_SHARE_ROWS"
+QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
+QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
+WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
 ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
+
+_MOST_WAIT_US = 1000
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
@@ -37,14 +43,27 @@ class Selection:
 class Settings:
     # Packed rows one forward may hold; None: choose from the memory there is.
     max_rows: int | None = None
+    # Rows that other requests may add to the forward of the one that waits longest; 0: none.
+    share_rows: int = 1024
+    # Requests that may be inside at once, and the rows they may ask for together; more are refused.
+    queue: int = 256
+    queue_rows: int = 131_072
+    # Microseconds the device is kept free after a forward, while somebody waits, for further requests.
+    wait_us: int = 0
     # The file that a line is appended to for every HTTP request; None: there is no such log.
     access_log: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
-        return cls(
-            max_rows=_positive(environ, MAX_ROWS_VARIABLE), access_log=_value(environ, ACCESS_LOG_VARIABLE)
-        )
+        numbers = {
+            "max_rows": _number(environ, MAX_ROWS_VARIABLE, 1),
+            "share_rows": _number(environ, SHARE_ROWS_VARIABLE, 0),
+            "queue": _number(environ, QUEUE_VARIABLE, 1),
+            "queue_rows": _number(environ, QUEUE_ROWS_VARIABLE, 1),
+            "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
+        }
+        given = {name: value for name, value in numbers.items() if value is not None}
+        return cls(**given, access_log=_value(environ, ACCESS_LOG_VARIABLE))
 
 
 def resolve(
@@ -80,12 +99,15 @@ def _value(environ: Mapping[str, str] | None, name: str) -> str | None:
     return (os.environ if environ is None else environ).get(name, "").strip() or None
 
 
-def _positive(environ: Mapping[str, str] | None, name: str) -> int | None:
+def _number(environ: Mapping[str, str] | None, name: str, least: int, most: int = 10**18 - 1) -> int | None:
+    """An integer from the environment; BackendError, naming variable and value, for anything else."""
     text = _value(environ, name)
+    if text is None:
+        return None
     # Python refuses to read thousands of digits as a number.
-    if text is None or (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
-        return None if text is None else int(text)
-    raise BackendError(f"{name} must be a positive integer below 10**18, found {reprlib.repr(text)}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and least <= int(text) <= most):
+        raise BackendError(f"{name} must be an integer from {least} to {most}, found {reprlib.repr(text)}")
+    return int(text)
 
 
 def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:

@@ -1,4 +1,5 @@
-"""jev.server: `/health` says which backend answers and who decided; a backend's server is bounded.
+"""jev.server: `/health` says which backend answers and who decided; a backend's server is bounded, and answers requests
+side by side where its engine can.
 
 Applied when a backend has been loaded, to the namespace that holds `make_server`: `__main__` under
 `python -m jev.server`, else the imported module. Knows `make_server(predictor, host, port, *,
@@ -21,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import backend_flag, bootstrap
-from . import Changes, Known, UnknownUpstream, _parts
+from . import Changes, Known, UnknownUpstream, _parts, jev_server_lock
 
 MAKE_SERVER = Known(
     "jev.server.make_server",
@@ -110,7 +111,11 @@ def _bound(server: Any, predictor: Any, arguments: dict[str, Any], defaults: dic
         # Somebody chose it.
         limits = replace(limits, idle=idle)
     most = arguments.get("max_body_bytes", defaults["max_body_bytes"])
+    taken = predictor.openjev_fast
+    if taken.concurrent:
+        jev_server_lock.lift(handler)
     connections.bound(server, predictor, most, limits)
+    taken.on_broken(connections.fail)
 
 
 def _report_health(handler: Any, describe: Callable[[], dict[str, Any]]) -> None:

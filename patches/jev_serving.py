@@ -107,6 +107,8 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     if model.openjev_fast.engine is not None:
         # The backend shares one forward between all candidates of a request, however many.
         predictor.batch_size = predictor.max_candidates
+    if model.openjev_fast.concurrent:
+        _count_tokens_by_call(predictor.scorer)
     _report(predictor, model.openjev_fast)
     if access_log is not None:
         _keep(access_log, predictor.openjev_fast)
@@ -149,6 +151,18 @@ def _verify_predictor(predictor: Any) -> None:
         )
 
 
+def _count_tokens_by_call(scorer: Any) -> None:
+    """Take a request's token count from its own call: `last_input_tokens`, which the host's `score` reads after
+    the call, is that of whichever thread came last."""
+    model = scorer.model
+
+    def score(records: list[dict]) -> tuple[list[list[float]], int]:
+        logits, stats = model.score_cached(records)
+        return [row.tolist() for row in logits], stats["logical_input_tokens"]
+
+    scorer.score = score
+
+
 def _report_original(predictor: Any, selection: Selection) -> None:
     """`torch` was asked for through us: say so where a backend would, if this Open-Jev lets us."""
     from ..takeover import Takeover
@@ -170,7 +184,7 @@ def _report(predictor: Any, taken: Takeover) -> None:
 
     @functools.wraps(answer)
     def predict(*args: Any, **arguments: Any) -> Any:
-        with takeover.collect_stats() as calls:
+        with taken.counted(), takeover.collect_stats() as calls:
             result = answer(*args, **arguments)
         result["metadata"] = {
             **result.get("metadata", {}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import inspect
 import json
 import random
 import select
@@ -112,7 +113,9 @@ def make(
     if backend:
         engine = SimpleNamespace(describe=lambda: {"kernels": "none"})
         predictor.openjev_fast = Takeover("fast", "argument", engine, observers=[exchanges.append])
-    make_server = jev_server._make_server(make_server or jev_server_module.make_server)
+    # Another test may have left a patched one.
+    upstreams = inspect.unwrap(jev_server_module.make_server)
+    make_server = jev_server._make_server(make_server or upstreams)
     server = make_server(predictor, "127.0.0.1", 0, max_body_bytes=MAX_BODY)
     if backend:
         server.limits = replace(server.limits, **limits)
@@ -120,7 +123,7 @@ def make(
 
 
 def with_handler(**methods: Callable) -> Callable:
-    original = jev_server_module.make_server
+    original = inspect.unwrap(jev_server_module.make_server)
 
     def make_server(predictor, host="127.0.0.1", port=0, *, static_root=None, max_body_bytes=2**22):
         server = original(predictor, host, 0, max_body_bytes=max_body_bytes)
@@ -368,7 +371,7 @@ def test_idle_connections_outlast_the_clients_own_limit_and_no_more():
     ("given", "idle"), [({}, 75.0), ({"idle_timeout": 30}, 75.0), ({"idle_timeout": 12}, 12)]
 )
 def test_an_idle_time_that_was_chosen_counts(given, idle):
-    original = jev_server_module.make_server
+    original = inspect.unwrap(jev_server_module.make_server)
 
     def later(
         predictor, host="127.0.0.1", port=0, *, static_root=None, max_body_bytes=2**22, idle_timeout=30
@@ -559,7 +562,7 @@ def test_bodies_together_are_bounded():
 def test_a_body_of_the_largest_size_has_room_whatever_that_size_is():
     predictor = Predictor()
     predictor.openjev_fast = Takeover("fast", "argument", SimpleNamespace(describe=dict))
-    make_server = jev_server._make_server(jev_server_module.make_server)
+    make_server = jev_server._make_server(inspect.unwrap(jev_server_module.make_server))
     with make_server(predictor, "127.0.0.1", 0, max_body_bytes=2**30) as server:
         server.hold(2**31)
         with pytest.raises(Unavailable):
@@ -718,7 +721,8 @@ def test_metrics_have_a_route_once_there_are_some():
         with made.wire() as ours, upstream.wire() as theirs:
             unknown = ours.get("/metrics")
             assert (unknown.status, unknown.body) == (404, theirs.get("/metrics").body)
-            made.predictor.openjev_fast.metrics = lambda: (b"rows_total 7\n", "text/plain; version=1.0.0")
+            counted = SimpleNamespace(render=lambda: (b"rows_total 7\n", "text/plain; version=1.0.0"))
+            made.predictor.openjev_fast.engine.metrics = counted
             reply = ours.get("/metrics?name=rows")
             assert (reply.status, reply.body) == (200, b"rows_total 7\n")
             assert reply.headers["content-type"] == "text/plain; version=1.0.0"
@@ -992,9 +996,10 @@ def test_a_server_of_another_kind_is_unknown():
 def test_a_server_without_an_engine_of_ours_is_as_upstream_made_it():
     predictor = Predictor()
     predictor.openjev_fast = Takeover("torch", "flag")
-    ours = jev_server._make_server(jev_server_module.make_server)
+    upstreams = inspect.unwrap(jev_server_module.make_server)
+    ours = jev_server._make_server(upstreams)
     with (
-        jev_server_module.make_server(Predictor(), "127.0.0.1", 0) as plain,
+        upstreams(Predictor(), "127.0.0.1", 0) as plain,
         ours(predictor, "127.0.0.1", 0) as server,
     ):
         assert type(server) is type(plain) and vars(server).keys() == vars(plain).keys()

@@ -153,9 +153,13 @@ def test_a_request_over_upstream_s_batch_size_is_one_forward(original, fast):
 
 def test_requests_at_the_same_time_get_their_own_answers(fast):
     wanted = [SMALL, REQUEST, FORTY] * 4
-    expected = [fast.ask(request)["answers"] for request in wanted]
+    expected = [fast.ask(request) for request in wanted]
     with ThreadPoolExecutor(4) as pool:
-        assert [each["answers"] for each in pool.map(fast.ask, wanted)] == expected
+        found = list(pool.map(fast.ask, wanted))
+    for got, alone in zip(found, expected, strict=True):
+        # In bfloat16 a shared forward rounds elsewhere.
+        assert largest_difference(alone["answers"], got["answers"]) <= NOISE
+        assert got["usage"] == alone["usage"]
 
 
 # Connections (their bounds: test_connections)
@@ -397,7 +401,7 @@ def test_a_failed_forward_is_never_an_answer(in_process, predictor, monkeypatch)
 
     engine = predictor.scorer.model.openjev_fast.engine
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_run", fails)
+        patched.setattr(engine._packed, "start", fails)
         reply = in_process.post(REQUEST)
     assert (reply.status, reply.content["error_type"]) == (500, "OutOfMemoryError")
     assert in_process.post(REQUEST).status == 200
