@@ -13,27 +13,14 @@ import argparse
 import runpy
 import sys
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models import text_config, text_model
+from models import image_text_model
 from transformers import AutoModelForImageTextToText
 
 from openjev_fast_plugin import bootstrap
 from openjev_fast_plugin.checkpoint import PROFILES, train_tokenizer
-
-
-def random_image_text_model(profile: str, seed: int, device: torch.device) -> Any:
-    """What the server takes from an image-text model: its text model and the weight of its vocabulary head."""
-    config = text_config(profile, vocabulary=PROFILES[profile].vocab)
-    backbone = text_model(config, device, seed)
-    lm_head = torch.nn.Linear(
-        config.hidden_size, config.vocab_size, bias=False, device=device, dtype=torch.bfloat16
-    )
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    torch.nn.init.normal_(lm_head.weight, 0.0, config.hidden_size**-0.5, generator=generator)
-    return SimpleNamespace(model=SimpleNamespace(language_model=backbone), lm_head=lm_head)
 
 
 def main() -> None:
@@ -43,7 +30,8 @@ def main() -> None:
     args, rest = parser.parse_known_args()
 
     def from_pretrained(model_id: str, *, device_map: dict[str, str], **options: Any) -> Any:
-        return random_image_text_model(args.profile, args.seed, torch.device(device_map[""]))
+        vocabulary = PROFILES[args.profile].vocab
+        return image_text_model(args.profile, torch.device(device_map[""]), args.seed, vocabulary=vocabulary)
 
     AutoModelForImageTextToText.from_pretrained = from_pretrained
     bootstrap.install()
