@@ -100,8 +100,8 @@ class GraphedForward:
         return scores, captured is not None
 
     def holds(self, layout: Layout) -> bool:
-        """Whether this layout would be replayed."""
-        return layout.shape_key() in self._graphs
+        """Whether this layout would be replayed at once: its shape is captured, and none other is being captured."""
+        return layout.shape_key() in self._graphs and not self._device_lock.locked()
 
     def drop(self) -> None:
         """Let go of every graph, and capture none of the shapes asked for so far."""
