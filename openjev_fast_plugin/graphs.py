@@ -90,8 +90,8 @@ class CapturedGraphs(Generic[InputsT]):
         self.counts = {"replays": 0, "eager": 0, "captures": 0, "evictions": 0}
 
     def holds(self, inputs: InputsT) -> bool:
-        """Whether these inputs would be replayed."""
-        return inputs.shape_key() in self._graphs
+        """Whether these inputs would be replayed at once: their shape is captured, and none other is being captured."""
+        return inputs.shape_key() in self._graphs and not self._device_lock.locked()
 
     def drop(self) -> None:
         """Let go of every graph."""

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -231,7 +231,6 @@ class Scheduler:
         with self._changed:
             self._check()
             self._queue.append(ticket)
-            self._ready = False
             if self._leader is None:
                 self._leader = ticket
                 ticket.woken.set()
@@ -328,6 +327,10 @@ class Scheduler:
                 answers = self._take_unanswered()
             _wake(answers)
             tickets = choose(waiting, self._share_rows, self._max_rows())
+            if packed is not None and packed.tickets == tickets:
+                # Whoever came is for a later one.
+                packed = replace(packed, waiting=waiting, last=last)
+                continue
             sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
             try:
                 packed = _Packed(tickets, waiting, last, self._device.prepare(sequences))

@@ -300,6 +300,27 @@ def test_who_arrives_while_the_device_is_free_waits_for_one_packing_only(bench):
         good(future, tokens(100 * n))
 
 
+def test_who_does_not_fit_causes_no_new_packing():
+    bench = Bench(share_rows=3)
+    first = bench.ask(tokens(0))
+    running = bench.device.next()
+    others = [bench.ask(tokens(100 * n)) for n in (1, 2, 3, 4, 5)]
+    bench.until(lambda: bench.scheduler._ready)
+    running.end()
+    for expected in ({100, 200}, {300, 400}, {500}):
+        run = bench.device.next()
+        assert run.first_tokens() == expected
+        run.end()
+    for n, future in enumerate(others, 1):
+        good(future, tokens(100 * n))
+    good(first, tokens(0))
+    packed = [bench.device.prepared.get() for _ in range(bench.device.prepared.qsize())]
+    # The first one of them may have been packed before the second came.
+    assert [each for each in packed if each != {100}] == [{0}, {100, 200}, {300, 400}, {500}]
+    assert packed.count({100}) <= 1
+    bench.close()
+
+
 def test_many_threads_get_their_own_scores():
     bench = Bench(share_rows=40)
     draw = np.random.default_rng(0)
@@ -726,6 +747,36 @@ def test_a_client_that_hung_up_frees_its_place():
     for future, start in ((first, 0), (second, 200), (third, 300)):
         good(future, tokens(start))
     assert bench.scheduler.inside == 0
+    bench.close()
+
+
+def test_a_leader_that_hung_up_before_it_woke_passes_the_lead_on():
+    bench = Bench(share_rows=0)
+    first = bench.ask(tokens(0))
+    running = bench.device.next()
+    gone, starting, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(sequences: list[np.ndarray]) -> None:
+        starting.set()
+        assert go_on.wait(SECONDS)
+
+    bench.device.fail_start = slow
+    second = bench.ask(tokens(100))
+    left = bench.ask(tokens(200), gone=gone.is_set)
+    running.end()
+    # The one that left has the lead now, and is woken when the forward before it has started.
+    assert starting.wait(SECONDS)
+    gone.set()
+    # As for somebody who finds the queue full.
+    with bench.scheduler._changed:
+        bench.scheduler._drop_gone()
+    last = bench.ask(tokens(300))
+    assert isinstance(left.exception(SECONDS), ClientGone)
+    go_on.set()
+    for future, start in ((second, 100), (last, 300)):
+        bench.device.next().end()
+        good(future, tokens(start))
+    good(first, tokens(0))
     bench.close()
 
 
