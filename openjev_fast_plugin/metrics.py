@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from openjev_fast_plugin.exchange import CLIENT_CLOSED_REQUEST, ClientGone, Unavailable
+from openjev_fast_plugin.exchange import CLIENT_CLOSED_REQUEST, ClientGone, Exchange, Unavailable
 
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -32,6 +32,9 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"openjev_fast_{name}", text, buckets=buckets, registry=self.registry)
 
+        self._exchanges = counter(
+            "http_requests", "HTTP requests of any kind, by status; 0 ended without an answer", "status"
+        )
         self._requests = counter("requests", "Requests that reached the model, by HTTP status", "status")
         self._refused = counter("refused", "Requests refused because the queue was full")
         self._dropped = counter("dropped", "Requests dropped because their client hung up while they waited")
@@ -51,6 +54,10 @@ class Metrics:
         self._seconds = histogram(
             "forward_seconds", "Time from the start of a forward to its scores", _SECONDS
         )
+
+    def exchanged(self, about: Exchange) -> None:
+        """Counts one HTTP request, whether it reached the model or not."""
+        self._exchanges.labels(str(about.status)).inc()
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:

@@ -56,6 +56,12 @@ class Takeover:
         return None if counted is None else counted.render
 
     @property
+    def exchanged(self) -> Callable[[Exchange], None] | None:
+        """Counts an HTTP request that is over; None for an engine that counts nothing."""
+        counted = getattr(self.engine, "metrics", None)
+        return None if counted is None else counted.exchanged
+
+    @property
     def broken(self) -> str | None:
         """Why the engine answers nothing any more; None while it works, or where it cannot tell."""
         return getattr(self.engine, "broken", None)

@@ -110,6 +110,8 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     if model.openjev_fast.concurrent:
         _count_tokens_by_call(predictor.scorer)
     _report(predictor, model.openjev_fast)
+    if model.openjev_fast.exchanged is not None:
+        predictor.openjev_fast.observers.append(model.openjev_fast.exchanged)
     if access_log is not None:
         _keep(access_log, predictor.openjev_fast)
     jev_server.install()

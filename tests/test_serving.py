@@ -250,6 +250,20 @@ def test_a_full_queue_is_503_with_retry_after(tiny_checkpoint, pool, monkeypatch
         assert counted == {"200": 6, "503": 21, "500": 0, "422": 0}
 
 
+def test_http_requests_are_counted_whether_they_reach_the_model_or_not(tiny_checkpoint):
+    with running(tiny_checkpoint) as served:
+        assert served.server.post(LATE).status == 200
+        assert served.server.post({"state": "x"}).status == 422
+        assert served.server.get("/nothing").status == 404
+        scraped = served.server.get("/metrics")
+        assert scraped.status == 200
+        assert 'openjev_fast_http_requests_total{status="404"} 1.0' in scraped.body.decode()
+        served.until(lambda: served.sample("http_requests_total", status="200") == 2)
+        assert served.sample("http_requests_total", status="422") == 1
+        # Open-Jev refuses what has no questions before it asks the model.
+        assert served.sample("requests_total", status="200") == 1
+
+
 def test_nothing_is_lost_when_a_small_queue_overflows(tiny_checkpoint, pool):
     with running(tiny_checkpoint, QUEUE=3) as served:
         expected = served.server.ask(LATE)["answers"]
