@@ -27,7 +27,8 @@ class Scores(Protocol):
 
     @property
     def logits(self) -> list[torch.Tensor]:
-        """A tensor per record, as from `DecisionModel.forward`: a logit per option; `[0, logit]` for noul."""
+        """A tensor per record, on any device, as from `DecisionModel.forward`: a logit per option; `[0, logit]` for
+        noul."""
 
     @property
     def input_tokens(self) -> int:

@@ -242,7 +242,8 @@ class Scheduler:
                 ticket.woken.clear()
                 if ticket.settled:
                     break
-                self._lead()
+                if self._leader is ticket:
+                    self._lead()
         finally:
             self._leave(ticket)
         if ticket.error is not None:
@@ -274,11 +275,12 @@ class Scheduler:
 
     def _lead(self) -> None:
         """Pack and run one forward; called by the leader's thread."""
+        next_leader: Ticket | None = None
         wait: Callable[[], Outcome] | None = None
         outcome: Outcome | None = None
         error: BaseException | None = None
         try:
-            packed = self._pack()
+            packed, next_leader = self._pack()
             if packed is None:
                 return
             started = self._clock()
@@ -289,7 +291,7 @@ class Scheduler:
                 except BaseException as raised:
                     error = raised
         finally:
-            self._answer_and_pass_on()
+            self._answer_and_pass_on(next_leader)
         if wait is not None:
             try:
                 outcome = wait()
@@ -299,8 +301,8 @@ class Scheduler:
         if error is not None and not isinstance(error, Exception):
             raise error
 
-    def _pack(self) -> _Packed | None:
-        """Pack a forward, wait for the device and take it; None when nobody waits any more.
+    def _pack(self) -> tuple[_Packed | None, Ticket | None]:
+        """Pack a forward, wait for the device and take it, and who leads next; None when nobody waits any more.
 
         Packs again when somebody arrives while the device works, and at most once more when it is free.
         """
@@ -312,11 +314,12 @@ class Scheduler:
                 waiting = list(self._queue)
                 if not waiting:
                     self._leader = None
-                    return None
+                    return None, None
                 hold = self._hold_until - self._clock()
                 if packed is not None and (packed.last or packed.waiting == waiting):
                     if not self._busy and (packed.last or hold <= 0):
-                        return self._take(packed)
+                        self._take(packed)
+                        return packed, self._leader
                     self._ready = self._busy
                     try:
                         self._changed.wait(None if self._busy else hold)
@@ -337,7 +340,7 @@ class Scheduler:
             except Exception as error:
                 packed = _Packed(tickets, waiting, last, error=error)
 
-    def _take(self, packed: _Packed) -> _Packed:
+    def _take(self, packed: _Packed) -> None:
         """The device is ours, and the next in the queue has the lead; called with the lock held."""
         self._busy = True
         running = set(packed.tickets)
@@ -345,15 +348,14 @@ class Scheduler:
         self._queue.clear()
         self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None
-        return packed
 
-    def _answer_and_pass_on(self) -> None:
-        """Now that the device works: let waiting answers out, and the next leader begin."""
+    def _answer_and_pass_on(self, leader: Ticket | None) -> None:
+        """Now that the device works: let waiting answers out, and the next leader begin unless it has left."""
         with self._changed:
-            answers, leader = self._take_unanswered(), self._leader
+            answers = self._take_unanswered()
+            if leader is not None and leader is self._leader:
+                answers.append(leader)
         _wake(answers)
-        if leader is not None:
-            leader.woken.set()
 
     def _settle(
         self, tickets: list[Ticket], outcome: Outcome | None, error: BaseException | None, started: float
@@ -368,6 +370,9 @@ class Scheduler:
             for ticket in tickets:
                 scores = outcome.scores[offset : offset + len(ticket.sequences)]
                 offset += len(scores)
+                if ticket.settled:
+                    # Its client hung up after it was packed.
+                    continue
                 if shared and not np.isfinite(scores).all():
                     # Values that are not finite spread to others of the same forward.
                     again.append(ticket)
@@ -389,7 +394,7 @@ class Scheduler:
                 # From the answer of every request, and once from here with where it happened.
                 _log.critical("openjev-fast: the device is lost: %s", error, exc_info=error)
             elif shared:
-                again = tickets
+                again = list(tickets)
                 self._metrics.ran_again("no_memory" if verdict == "memory" else "failed", len(again))
                 _log.warning(
                     "openjev-fast: a forward of %d requests failed, each runs alone: %s: %s",
@@ -412,8 +417,10 @@ class Scheduler:
                 for ticket in tickets:
                     ticket.error = self._lost()
             for ticket in reversed(again):
-                ticket.alone = True
-                self._queue.appendleft(ticket)
+                # Who has left meanwhile has nobody to run it.
+                if not ticket.settled:
+                    ticket.alone = True
+                    self._queue.appendleft(ticket)
             settled = [ticket for ticket in tickets if ticket.settled]
             if self._leader is not None:
                 self._hold_until = ended + self._wait_seconds
@@ -482,8 +489,11 @@ class Scheduler:
     def _leave(self, ticket: Ticket) -> None:
         """A ticket's thread goes: it neither waits nor leads any more."""
         with self._changed:
-            if not ticket.settled and ticket in self._queue:
-                self._queue.remove(ticket)
+            if not ticket.settled:
+                # Its thread was interrupted.
+                ticket.error = ClientGone("nobody waits for this any more")
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
             if self._leader is not ticket:
                 return
             leader = self._leader = self._queue[0] if self._queue else None

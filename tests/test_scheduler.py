@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -164,13 +164,18 @@ class Bench:
         self.until(lambda: self.queue.joined > before or future.done())
         return future
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + SECONDS
+    def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+        end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "waited in vain"
             time.sleep(0.0005)
 
-    def end_until(self, condition: Callable[[], bool], end: Callable[[Run], None] = Run.end) -> None:
+    def end_until(
+        self,
+        condition: Callable[[], bool],
+        end: Callable[[Run], None] = Run.end,
+        seconds: float = SECONDS,
+    ) -> None:
         """End every forward that is started, until the condition holds."""
 
         def ended() -> bool:
@@ -178,7 +183,7 @@ class Bench:
                 end(self.device.next())
             return condition()
 
-        self.until(ended)
+        self.until(ended, seconds)
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"openjev_fast_{name}", labels)
@@ -780,6 +785,40 @@ def test_a_leader_that_hung_up_before_it_woke_passes_the_lead_on():
     bench.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_hung_up_after_it_was_packed_for_a_free_device_is_not_run_again(bench, fails):
+    first = bench.ask(tokens(0))
+    running = bench.device.next()
+    gone, packing, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(sequences: list[np.ndarray]) -> None:
+        packing.set()
+        assert go_on.wait(SECONDS)
+        if len(sequences) == 2:
+            # Packed while the device is free: it will be run as it is. Somebody finds the queue full.
+            gone.set()
+            with bench.scheduler._changed:
+                bench.scheduler._drop_gone()
+
+    bench.device.fail_prepare = slow
+    stays = bench.ask(tokens(100))
+    assert packing.wait(SECONDS)
+    left = bench.ask(tokens(200), gone=gone.is_set)
+    running.end()
+    good(first, tokens(0))
+    go_on.set()
+    run = bench.device.next()
+    assert run.first_tokens() == {100, 200}
+    assert isinstance(left.exception(SECONDS), ClientGone)
+    run.end(RuntimeError("of the test") if fails else None)
+    if fails:
+        run = bench.device.next()
+        assert run.first_tokens() == {100}
+        run.end()
+    good(stays, tokens(100))
+    assert bench.scheduler.inside == 0 and not bench.queue and bench.scheduler._leader is None
+
+
 # Any order of events
 
 
@@ -820,6 +859,56 @@ def test_any_order_of_arrivals_ends_and_faults(data):
             assert np.isnan(scores).all() if kind == "nan" else scores.tolist() == [score_of(sequence)]
     assert bench.scheduler.inside == 0 and bench.scheduler._leader is None
     assert (bench.sample("refused_total") or 0) == refused
+    bench.close()
+
+
+def test_many_threads_with_faults_leave_nobody_behind():
+    """Threads that ask all the time, of a full queue and a faulty device, with clients that hang up at any moment."""
+    bench = Bench(share_rows=20, most_requests=10)
+    outcomes: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        draw = np.random.default_rng(number)
+        for turn in range(60):
+            start = 1000 * (100 * number + turn + 1)
+            kind = ("none", "none", "nan", "fails", "leaves")[draw.integers(5)]
+            kinds[start] = kind
+            sequence = tokens(start, int(draw.integers(1, 9)))
+            polls = itertools.count()
+            patience = int(draw.integers(0, 4)) if kind == "leaves" else 10**9
+            try:
+                about = SimpleNamespace(client_gone=lambda: next(polls) >= patience)  # noqa: B023
+                with answering(about), bench.scheduler.place() as place:
+                    bench.scheduler.claim(place, len(sequence))
+                    scores = bench.scheduler.score(place, [sequence], len(sequence)).scores
+                good = np.isnan(scores).all() if kind == "nan" else scores.tolist() == [score_of(sequence)]
+                found = "scores" if good and kind != "fails" else f"scores of {kind}"
+            except Unavailable:
+                found = "refused"
+            except ClientGone:
+                found = "dropped" if kind == "leaves" else f"dropped {kind}"
+            except RuntimeError as error:
+                found = (
+                    "failed" if kind == "fails" and str(error) == f"fault of {start}" else f"{kind}: {error}"
+                )
+            with lock:
+                outcomes[found] += 1
+
+    kinds: dict[int, str] = {}
+    threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    bench.end_until(
+        lambda: not any(thread.is_alive() for thread in threads), lambda run: _end(run, kinds), seconds=60
+    )
+    assert set(outcomes) == {"scores", "refused", "dropped", "failed"}, outcomes
+    assert outcomes.total() == 16 * 60
+    assert bench.sample("refused_total") == outcomes["refused"]
+    assert bench.sample("dropped_total") == outcomes["dropped"]
+    scheduler = bench.scheduler
+    assert scheduler.inside == scheduler._rows_inside == 0
+    assert scheduler._leader is None and not scheduler._queue and not scheduler._unanswered
     bench.close()
 
 
