@@ -242,6 +242,7 @@ class Scheduler:
                 ticket.woken.clear()
                 if ticket.settled:
                     break
+                # Whoever leads already may have been woken once more.
                 if self._leader is ticket:
                     self._lead()
         finally:
@@ -275,12 +276,11 @@ class Scheduler:
 
     def _lead(self) -> None:
         """Pack and run one forward; called by the leader's thread."""
-        next_leader: Ticket | None = None
         wait: Callable[[], Outcome] | None = None
         outcome: Outcome | None = None
         error: BaseException | None = None
         try:
-            packed, next_leader = self._pack()
+            packed = self._pack()
             if packed is None:
                 return
             started = self._clock()
@@ -291,7 +291,7 @@ class Scheduler:
                 except BaseException as raised:
                     error = raised
         finally:
-            self._answer_and_pass_on(next_leader)
+            self._answer_and_pass_on()
         if wait is not None:
             try:
                 outcome = wait()
@@ -301,8 +301,8 @@ class Scheduler:
         if error is not None and not isinstance(error, Exception):
             raise error
 
-    def _pack(self) -> tuple[_Packed | None, Ticket | None]:
-        """Pack a forward, wait for the device and take it, and who leads next; None when nobody waits any more.
+    def _pack(self) -> _Packed | None:
+        """Pack a forward, wait for the device and take it; None when nobody waits any more.
 
         Packs again when somebody arrives while the device works, and at most once more when it is free.
         """
@@ -314,12 +314,12 @@ class Scheduler:
                 waiting = list(self._queue)
                 if not waiting:
                     self._leader = None
-                    return None, None
+                    return None
                 hold = self._hold_until - self._clock()
                 if packed is not None and (packed.last or packed.waiting == waiting):
                     if not self._busy and (packed.last or hold <= 0):
                         self._take(packed)
-                        return packed, self._leader
+                        return packed
                     self._ready = self._busy
                     try:
                         self._changed.wait(None if self._busy else hold)
@@ -349,13 +349,13 @@ class Scheduler:
         self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None
 
-    def _answer_and_pass_on(self, leader: Ticket | None) -> None:
-        """Now that the device works: let waiting answers out, and the next leader begin unless it has left."""
+    def _answer_and_pass_on(self) -> None:
+        """Now that the device works: let waiting answers out, and the next leader begin."""
         with self._changed:
-            answers = self._take_unanswered()
-            if leader is not None and leader is self._leader:
-                answers.append(leader)
+            answers, leader = self._take_unanswered(), self._leader
         _wake(answers)
+        if leader is not None:
+            leader.woken.set()
 
     def _settle(
         self, tickets: list[Ticket], outcome: Outcome | None, error: BaseException | None, started: float

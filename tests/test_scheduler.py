@@ -817,6 +817,53 @@ def test_who_hung_up_after_it_was_packed_for_a_free_device_is_not_run_again(benc
         run.end()
     good(stays, tokens(100))
     assert bench.scheduler.inside == 0 and not bench.queue and bench.scheduler._leader is None
+    assert bench.sample("dropped_total") == 1 and bench.sample("queue_seconds_count") == 2
+
+
+def test_one_leads_at_a_time(bench):
+    """Of two leaders one would wait for the other's news."""
+    starting, go_on = threading.Event(), threading.Event()
+    pack, packing, most = bench.scheduler._pack, 0, 0
+
+    def counted() -> Any:
+        nonlocal packing, most
+        packing += 1
+        most = max(most, packing)
+        try:
+            return pack()
+        finally:
+            packing -= 1
+
+    bench.scheduler._pack = counted
+
+    def slow(sequences: list[np.ndarray]) -> None:
+        starting.set()
+        assert go_on.wait(SECONDS)
+
+    bench.device.fail_start = slow
+    first = bench.ask(tokens(0))
+    assert starting.wait(SECONDS)
+    others = [bench.ask(tokens(100 * n)) for n in (1, 2)]
+    bench.until(lambda: bench.scheduler._ready)
+    leader = bench.queue[0]
+    go_on.set()
+    # The one that starts wakes the leader, which leads already.
+    running = bench.device.next()
+    bench.until(leader.woken.is_set)
+    running.end()
+    good(first, tokens(0))
+    shared = bench.device.next()
+    others.append(bench.ask(tokens(300)))
+    bench.until(lambda: bench.scheduler._ready)
+    # Time for whoever should not lead to show itself.
+    bench.device.fail_prepare = lambda sequences: time.sleep(0.05)
+    shared.end(RuntimeError("of the test"))
+    for n, future in enumerate(others, 1):
+        run = bench.device.next()
+        assert run.first_tokens() == {100 * n}
+        run.end()
+        good(future, tokens(100 * n))
+    assert most == 1
 
 
 # Any order of events
