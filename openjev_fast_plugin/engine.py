@@ -78,6 +78,11 @@ class FastEngine:
             self._graphs = GraphedForward(partial(forward, self._weights), self._weights.device)
 
     @property
+    def weights(self) -> model_weights.Weights:
+        """What the forwards of this engine read."""
+        return self._weights
+
+    @property
     def max_rows(self) -> int:
         """Rows of one forward: the setting, else what memory allows, but never less than the longest prompt."""
         return self._max_rows or max(self._default_max_rows, self._model.max_length)
