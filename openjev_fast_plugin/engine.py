@@ -179,6 +179,11 @@ class FastEngine:
         )
 
     @property
+    def weights(self) -> model_weights.Weights:
+        """What the forwards of this engine read."""
+        return self._weights
+
+    @property
     def max_rows(self) -> int:
         """Rows of one forward: the setting, else what memory allows, but never less than the longest prompt."""
         return self._max_rows()
