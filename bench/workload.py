@@ -36,11 +36,7 @@ def sized(question: dict[str, Any], tokens: int, longest_prompt: Length) -> dict
     def about(words: int) -> dict[str, Any]:
         return {"state": _text(words, 0), "questions": {"answer": question}}
 
-    low, high = 1, tokens
-    while low < high:
-        words = (low + high + 1) // 2
-        low, high = (words, high) if longest_prompt(about(words)) <= tokens else (low, words - 1)
-    return about(low)
+    return about(_most_words(tokens, lambda words: longest_prompt(about(words))))
 
 
 def request_for(case: str, longest_prompt: Length) -> dict[str, Any]:
@@ -56,3 +52,29 @@ def request_for(case: str, longest_prompt: Length) -> dict[str, Any]:
     instructions = "Which of these answers the customer best?"
     question = {"type": "choice", "instructions": instructions, "criteria": criteria}
     return sized(question, tokens, longest_prompt)
+
+
+def nouls(tokens: int, longest_prompt: Length, seeds: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Yes-or-no questions, each prompt about `tokens` long: as many words as the first one takes to be that long.
+
+    seeds: of state and question of each; equal seeds give equal texts. longest_prompt: as for `sized`.
+    """
+
+    def request(words: int, state: int, question: int) -> dict[str, Any]:
+        instructions = f"Is this so: {_text(8, question)}?"
+        return {
+            "state": _text(words, state),
+            "questions": {"answer": {"type": "noul", "instructions": instructions}},
+        }
+
+    words = _most_words(tokens, lambda words: longest_prompt(request(words, *seeds[0])))
+    return [request(words, state, question) for state, question in seeds]
+
+
+def _most_words(tokens: int, length: Callable[[int], int]) -> int:
+    """The most words with which `length` stays at or under `tokens`."""
+    low, high = 1, tokens
+    while low < high:
+        words = (low + high + 1) // 2
+        low, high = (words, high) if length(words) <= tokens else (low, words - 1)
+    return low

@@ -157,8 +157,8 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
 #pragma unroll
     for (int i = 0; i < kHopperDim / 16; ++i) {
       const unsigned offset = i / 4 * kTileBytes + i % 4 * 32;
-      wgmma_64x64x16(score, tile_descriptor(q_tiles + offset, 16, kCopyBytes),
-                     tile_descriptor(k_tiles + offset, 16, kCopyBytes), i > 0);
+      wgmma_tile<kHopperKeys>(score, tile_descriptor(q_tiles + offset, 16, kCopyBytes),
+                              tile_descriptor(k_tiles + offset, 16, kCopyBytes), i > 0);
     }
     wgmma_commit();
   };

@@ -45,20 +45,6 @@ __device__ __forceinline__ void wgmma_settle(float (&x)[kCount]) {
 #define OPENJEV_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OPENJEV_D32(d, i) OPENJEV_D8(d, i), OPENJEV_D8(d, i + 8), OPENJEV_D8(d, i + 16), OPENJEV_D8(d, i + 24)
 
-// d (+)= a b for 64 rows of the warpgroup and 64 columns, 16 deep; both multiplicands by descriptor, their
-// columns summed over. A warp holds 16 rows; values 4 j to 4 j + 3 of a lane are those of mma_16x8x16 for
-// columns from 8 j.
-__device__ __forceinline__ void wgmma_64x64x16(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D32(d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
 // d += a b for 64 rows and 256 columns, 16 deep; a as mma_16x8x16 takes it, b by descriptor, its rows summed
 // over.
 __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned a0, unsigned a1, unsigned a2,
@@ -79,94 +65,68 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned a0, un
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(1));
 }
 
-// d (+)= a b for 64 rows of the warpgroup and kColumns columns, 16 deep; otherwise as wgmma_64x64x16.
+// d (+)= a b for 64 rows of the warpgroup and kColumns columns, 16 deep; both multiplicands by descriptor, their
+// columns summed over. A warp holds 16 rows; values 4 j to 4 j + 3 of a lane are those of mma_16x8x16 for columns
+// from 8 j.
 template <int kColumns>
 __device__ __forceinline__ void wgmma_tile(float (&d)[kColumns / 2], uint64_t a, uint64_t b, bool add);
 
-template <>
-__device__ __forceinline__ void wgmma_tile<40>(float (&d)[20], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %22, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19}, "
-      "%20, %21, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D8(d, 0), OPENJEV_D8(d, 8), OPENJEV_D4(d, 16)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
+// Operands by number, in runs that tiles of all widths are made of.
+#define OPENJEV_R0_15                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, " \
+  "%8, %9, %10, %11, %12, %13, %14, %15"
+#define OPENJEV_R16_19 ", %16, %17, %18, %19"
+#define OPENJEV_R20_23 ", %20, %21, %22, %23"
+#define OPENJEV_R24_31 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define OPENJEV_R32_39 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define OPENJEV_R40_47 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define OPENJEV_R48_55 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define OPENJEV_R56_63 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define OPENJEV_R64_67 ", %64, %65, %66, %67"
 
-template <>
-__device__ __forceinline__ void wgmma_tile<48>(float (&d)[24], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23}, "
-      "%24, %25, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D8(d, 0), OPENJEV_D8(d, 8), OPENJEV_D8(d, 16)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
+// `first` is the number of the operand after d.
+#define OPENJEV_WGMMA_TILE(columns, operands, first, second, third, ...)                                   \
+  template <>                                                                                              \
+  __device__ __forceinline__ void wgmma_tile<columns>(float (&d)[columns / 2], uint64_t a, uint64_t b,     \
+                                                      bool add) {                                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #third                                               \
+                 ", 0;\n"                                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" operands "}, %" #first \
+                 ", %" #second ", p, 1, 1, 0, 0;\n}\n"                                                     \
+                 : __VA_ARGS__                                                                             \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                            \
+  }
 
-template <>
-__device__ __forceinline__ void wgmma_tile<64>(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-  wgmma_64x64x16(d, a, b, add);
-}
+OPENJEV_WGMMA_TILE(40, OPENJEV_R0_15 OPENJEV_R16_19, 20, 21, 22, OPENJEV_D8(d, 0), OPENJEV_D8(d, 8),
+                   OPENJEV_D4(d, 16))
+OPENJEV_WGMMA_TILE(48, OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23, 24, 25, 26, OPENJEV_D8(d, 0),
+                   OPENJEV_D8(d, 8), OPENJEV_D8(d, 16))
+OPENJEV_WGMMA_TILE(64, OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23 OPENJEV_R24_31, 32, 33, 34,
+                   OPENJEV_D32(d, 0))
+OPENJEV_WGMMA_TILE(80, OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23 OPENJEV_R24_31 OPENJEV_R32_39, 40, 41, 42,
+                   OPENJEV_D32(d, 0), OPENJEV_D8(d, 32))
+OPENJEV_WGMMA_TILE(96,
+                   OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23 OPENJEV_R24_31 OPENJEV_R32_39 OPENJEV_R40_47,
+                   48, 49, 50, OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40))
+OPENJEV_WGMMA_TILE(112,
+                   OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23 OPENJEV_R24_31 OPENJEV_R32_39 OPENJEV_R40_47
+                       OPENJEV_R48_55,
+                   56, 57, 58, OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40), OPENJEV_D8(d, 48))
+OPENJEV_WGMMA_TILE(136,
+                   OPENJEV_R0_15 OPENJEV_R16_19 OPENJEV_R20_23 OPENJEV_R24_31 OPENJEV_R32_39 OPENJEV_R40_47
+                       OPENJEV_R48_55 OPENJEV_R56_63 OPENJEV_R64_67,
+                   68, 69, 70, OPENJEV_D32(d, 0), OPENJEV_D32(d, 32), OPENJEV_D4(d, 64))
 
-template <>
-__device__ __forceinline__ void wgmma_tile<80>(float (&d)[40], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39}, "
-      "%40, %41, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_tile<96>(float (&d)[48], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-      "%48, %49, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_tile<112>(float (&d)[56], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55}, "
-      "%56, %57, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D32(d, 0), OPENJEV_D8(d, 32), OPENJEV_D8(d, 40), OPENJEV_D8(d, 48)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_tile<136>(float (&d)[68], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %70, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n136k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67}, "
-      "%68, %69, p, 1, 1, 0, 0;\n}\n"
-      : OPENJEV_D32(d, 0), OPENJEV_D32(d, 32), OPENJEV_D4(d, 64)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
+#undef OPENJEV_WGMMA_TILE
+#undef OPENJEV_R0_15
+#undef OPENJEV_R16_19
+#undef OPENJEV_R20_23
+#undef OPENJEV_R24_31
+#undef OPENJEV_R32_39
+#undef OPENJEV_R40_47
+#undef OPENJEV_R48_55
+#undef OPENJEV_R56_63
+#undef OPENJEV_R64_67
 #undef OPENJEV_D32
 #undef OPENJEV_D8
 #undef OPENJEV_D4

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from openjev_fast_plugin import warmup
 from openjev_fast_plugin.checkpoint import PROFILES, make_checkpoint
-from openjev_fast_plugin.console import say
+from openjev_fast_plugin.console import UsageError, say
 
 _EPILOG = """\
 The plugin itself needs no command: install it beside Open-Jev and add --backend fast to the server you already start,
@@ -21,6 +22,29 @@ The plugin itself needs no command: install it beside Open-Jev and add --backend
   OPENJEV_BACKEND=fast python -m jev.predict --checkpoint DIR --request FILE
 
 exit status: 0 done, 1 it failed and said why, 2 the command line was wrong, 130 interrupted
+"""
+
+_VERIFY_EPILOG = """\
+The original and then the backend answer the same requests, and four levels are compared on the way. The first level
+that fails says where to look; the report names the place, the figure, what was allowed, and what to do next.
+
+  preparation  the prompts' token ids, the tree they form, every row of every weight
+  ops          every op or kernel against its reference, on the inputs a forward of your requests gave it, in the first,
+               the middle and the last layer of each type (backend fast)
+  states       hidden states after every layer: relative L2 to the original's, and the distance to a float32 forward of
+               the same weights over the original's own distance to it
+  answers      the largest probability difference, changed decisions with both margins, thresholds 0.5 to 0.99 crossed
+
+One model is in memory at a time. The float32 forward converts one layer at a time, so it fits where the model fits.
+
+  openjev-fast verify --checkpoint package/checkpoint
+  openjev-fast verify --checkpoint package/checkpoint --requests monday.json tuesday.json --json > report.json
+  openjev-fast verify --checkpoint package/checkpoint --float32 --device cpu
+
+A request file holds what is posted to the server, {"state": ..., "questions": {...}}, or an array of such objects.
+
+exit status: 0 every level passed, 1 one failed, 2 the command line, a file or the backend cannot be used,
+130 interrupted
 """
 
 
@@ -46,10 +70,9 @@ exit status: 0 done, or nothing to tune; 1 something could not be tuned or kept,
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def _rows(text: str) -> list[int]:
@@ -85,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this environment has for a backend, and what to do about what it lacks",
+        description="Looks at Python, the libraries, the start-up file that brings the plugin into jev.server, "
+        "Open-Jev, the settings, the GPUs, the compiler and the kernels built so far. Changes nothing. Exits with 1 "
+        "where something is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
     make = commands.add_parser(
         "make-checkpoint",
         help="write a random-weight checkpoint in Open-Jev's layout",
@@ -98,13 +130,53 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     make.add_argument("--json", action="store_true", help="print one JSON object instead of a path")
     make.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet or is empty")
+    _add_verify(commands)
+    _add_warmup(commands)
+    return parser
 
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="hold a backend against the original on your own model and requests",
+        description="Checks that a backend computes your checkpoint's answers as the original does, level by level.",
+        epilog=_VERIFY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", required=True, help="the checkpoint package to verify on"
+    )
+    verify.add_argument(
+        "--requests",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="JSON files of requests (default: the demo's example and some drawn from --seed)",
+    )
+    verify.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
+    verify.add_argument(
+        "--backend",
+        choices=("fast", "graph"),
+        default="fast",
+        help="the backend to verify (default: fast); graph needs a GPU",
+    )
+    verify.add_argument(
+        "--float32",
+        action="store_true",
+        help="convert both models to float32 first: there all must agree closely, so that a fault of the maths stands "
+        "apart from rounding",
+    )
+    verify.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
+    verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _add_warmup(commands: Any) -> None:
     tune = commands.add_parser(
         "warmup",
         help="measure the fastest way to compute every matmul of a checkpoint on this GPU, ahead of a server",
         description=_WARMUP,
         epilog=_WARMUP_EPILOG,
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tune.add_argument("--checkpoint", type=Path, metavar="DIR", required=True, help="checkpoint package")
     tune.add_argument(
@@ -118,49 +190,77 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
     tune.add_argument("--again", action="store_true", help="measure what is known already once more")
     tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return parser
 
 
-def _demo(args: argparse.Namespace) -> None:
+def _demo(args: argparse.Namespace) -> int:
     from openjev_fast_plugin import demo
 
     result = demo.run(args.checkpoint, args.device, args.repeats)
     print(json.dumps(result) if args.json else demo.render(result))
+    return 0
 
 
-def _make_checkpoint(args: argparse.Namespace) -> None:
+def _doctor(args: argparse.Namespace) -> int:
+    from openjev_fast_plugin import doctor
+
+    result = doctor.report()
+    print(json.dumps(result) if args.json else doctor.render(result))
+    return 0 if result["ok"] else 1
+
+
+def _make_checkpoint(args: argparse.Namespace) -> int:
     path = make_checkpoint(args.profile, args.out, seed=args.seed, progress=say)
     print(
         json.dumps({"checkpoint": str(path), "profile": args.profile, "seed": args.seed})
         if args.json
         else path
     )
+    return 0
 
 
-def _warmup(args: argparse.Namespace) -> None:
+def _verify(args: argparse.Namespace) -> int:
+    from openjev_fast_plugin.verification import report, run
+
+    result = run.run(args.checkpoint, args.requests, args.device, args.backend, args.float32, args.seed)
+    print(json.dumps(report.finite(result), allow_nan=False) if args.json else report.render(result))
+    return 0 if result["passed"] else 1
+
+
+def _warmup(args: argparse.Namespace) -> int:
     def bar(products: list) -> Iterable:
         return tqdm(products, "tuning", unit="product", disable=not products)
 
     result = warmup.run(args.checkpoint, args.device, args.rows, args.again, bar)
     print(json.dumps(result) if args.json else warmup.render(result))
-    if result.get("failed"):
-        raise warmup.WarmupFailed(f"{len(result['failed'])} products could not be tuned")
+    failed = len(result.get("failed", ()))
+    if failed:
+        say(f"openjev-fast warmup: {failed} products could not be tuned")
+    return 1 if failed else 0
 
 
-_COMMANDS = {"demo": _demo, "make-checkpoint": _make_checkpoint, "warmup": _warmup}
+# What a command returns is the exit status.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "demo": _demo,
+    "doctor": _doctor,
+    "make-checkpoint": _make_checkpoint,
+    "verify": _verify,
+    "warmup": _warmup,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = _parser().parse_args(argv)
     try:
-        _COMMANDS[args.command](args)
+        return _COMMANDS[args.command](args)
     except KeyboardInterrupt:
         return 130
+    except UsageError as error:
+        print(f"openjev-fast {args.command}: {error}", file=sys.stderr)
+        return 2
     except (OSError, ValueError, RuntimeError) as error:
         print(f"openjev-fast {args.command}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

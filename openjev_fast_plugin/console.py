@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class UsageError(ValueError):
+    """What was given to a command is wrong: a file, a folder, or a backend for this model; exit status 2."""
+
+
 def say(message: str) -> None:
     """One line of progress."""
     print(message, file=sys.stderr, flush=True)

@@ -84,14 +84,32 @@ def running_server(checkpoint: Path, backend: str, device: str) -> Iterator[Serv
 
     Raises DemoFailed, with the server's own words, when it exits or is not ready in ten minutes.
     """
-    command = [sys.executable, "-m", "jev.server", "--checkpoint", str(checkpoint)]
-    command += ["--backend", backend, "--device", device, "--host", "127.0.0.1", "--port", "0"]
-    say("$ " + " ".join(["python", *command[1:]]))
+    arguments = [
+        "-m",
+        "jev.server",
+        "--checkpoint",
+        str(checkpoint),
+        "--backend",
+        backend,
+        "--device",
+        device,
+    ]
+    with running(arguments, f"the server with --backend {backend}") as server:
+        yield server
+
+
+@contextmanager
+def running(arguments: list[str], name: str) -> Iterator[Server]:
+    """A server started as `python ARGUMENTS` on a free port; see `running_server`."""
+    arguments = [*arguments, "--host", "127.0.0.1", "--port", "0"]
+    say("$ " + " ".join(["python", *arguments]))
     with tempfile.TemporaryFile("w+") as errors:
         with interruptible_children():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            process = subprocess.Popen(
+                [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         try:
-            with step(f"starting the server with --backend {backend}"):
+            with step(f"starting {name}"):
                 line = _first_line(process)
             try:
                 server = Server(process, json.loads(line))
@@ -99,8 +117,7 @@ def running_server(checkpoint: Path, backend: str, device: str) -> Iterator[Serv
                 process.wait(_STOP_SECONDS)
                 errors.seek(0)
                 raise DemoFailed(
-                    f"the server with --backend {backend} did not start (exit code {process.returncode}):\n"
-                    f"{line}{errors.read().strip()}"
+                    f"{name} did not start (exit code {process.returncode}):\n{line}{errors.read().strip()}"
                 ) from None
             yield server
             server.stop()

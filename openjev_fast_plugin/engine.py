@@ -5,29 +5,39 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from openjev_fast_plugin import weights as model_weights
-from openjev_fast_plugin.forest import build_forest, split_to_fit
+from openjev_fast_plugin.forest import build_forest, count_rows, split_to_fit
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.graphs import GraphedForward, IdleWork
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
+from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.prompts import PromptEncoder
+from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
 MEMINFO = Path("/proc/meminfo")
+
+# A request of more rows is cut into several forwards, between which others get their turn, where that repeats little.
+CUT_ROWS = 4096
+_MOST_REPEATED = 0.05
+
+Part = list[tuple[int, slice]]
 
 _log = logging.getLogger("openjev_fast")
 
@@ -36,7 +46,7 @@ _log = logging.getLogger("openjev_fast")
 class Scores:
     """What an engine returns for one request.
 
-    logits: one float32 tensor per record, as Open-Jev's `DecisionModel.forward` returns them.
+    logits: one float32 tensor on the host per record, of the shape Open-Jev's `DecisionModel.forward` returns.
     input_tokens: sum of the prompts' lengths, as Open-Jev counts them.
     stats: rows_asked, rows_computed, forwards and whatever else an engine reports in an answer's metadata.
     """
@@ -51,8 +61,88 @@ def refusal(model: Any) -> str | None:
     return model_weights.refusal(model.backbone, model.head)
 
 
+class PackedForward:
+    """Packed forwards of one model's weights on its device, as the scheduler runs them: one at a time.
+
+    portable: what `portable_ops` says of the weights. idle_work: done while the device is idle, where forwards are
+    captured.
+    """
+
+    def __init__(
+        self, weights: model_weights.Weights, portable: list[str], idle_work: IdleWork | None = None
+    ):
+        self.weights = weights
+        self.bucket, self.graphs = Bucket(), None
+        if not portable:
+            # No op synchronises, so a forward can be captured.
+            self.bucket = CUDA_BUCKET
+            self.graphs = GraphedForward(partial(forward, weights), weights.device, idle_work=idle_work)
+        self._thread: ThreadPoolExecutor | None = None
+        if weights.device.type == "cpu":
+            # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="openjev-fast")
+
+    def prepare(self, sequences: list[np.ndarray]) -> Layout:
+        return build_layout(build_forest(sequences), self.bucket, portable=self.graphs is None)
+
+    def start(self, prepared: Layout) -> Callable[[], Outcome]:
+        if self._thread is not None:
+            return self._thread.submit(self._compute, prepared, torch.get_num_threads()).result
+        if self.graphs is not None and self.graphs.holds(prepared):
+            with torch.inference_mode():
+                scores, replayed = self.graphs(prepared)
+            return lambda: _outcome(scores, prepared, replayed)
+        # Launching every kernel takes about as long as the device works: not before others are on their way.
+        return partial(self._compute, prepared)
+
+    def release_memory(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop()
+        if self.weights.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def diagnose(self, error: BaseException) -> Literal["memory", "broken", "request"]:
+        if is_out_of_memory(error):
+            return "memory"
+        if self.weights.device.type != "cuda":
+            return "request"
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            return "broken"
+        try:
+            # After a fault every call fails, whatever the first one was reported as.
+            torch.cuda.synchronize(self.weights.device)
+        except RuntimeError:
+            return "broken"
+        return "request"
+
+    def counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges of graphs and device memory."""
+        counters: dict[str, float] = {}
+        gauges: dict[str, float] = {}
+        if self.graphs is not None:
+            counters = {f"graph_{name}": count for name, count in self.graphs.counts.items()}
+            gauges["graph_bytes"] = self.graphs.held_bytes
+        if self.weights.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.weights.device)
+            gauges["device_memory_used_bytes"] = total - free
+            gauges["device_memory_total_bytes"] = total
+            gauges["device_memory_allocated_bytes"] = torch.cuda.memory_allocated(self.weights.device)
+        return counters, gauges
+
+    def _compute(self, layout: Layout, threads: int | None = None) -> Outcome:
+        """threads: what the request's thread would compute with."""
+        if threads is not None and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            if self.graphs is not None:
+                scores, replayed = self.graphs(layout)
+            else:
+                scores, replayed = forward(self.weights, layout.to(self.weights.device)), False
+            return _outcome(scores, layout, replayed)
+
+
 class FastEngine:
-    """Scores requests of one model whose weights it owns: every candidate of a request in one packed forward.
+    """Scores requests of one model whose weights it owns; requests at the same time share forwards.
 
     model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards. The model owns the engine, not
         the other way round: it has to be kept as long as the engine scores.
@@ -61,10 +151,13 @@ class FastEngine:
     cannot be built.
     """
 
+    # `score` may be called by several threads at once.
+    concurrent = True
+
     def __init__(self, model: Any, settings: Settings):
         from jev.api import candidate_prompts
 
-        self._model = weakref.proxy(model)
+        self._model = model = weakref.proxy(model)
         self._encoder = PromptEncoder(model.tokenizer, candidate_prompts)
         shapes = model_weights.check(model.backbone, model.head)
         original = model_weights.text_model(model.backbone)
@@ -74,29 +167,52 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
-        self._max_rows, self._default_max_rows = settings.max_rows, default_max_rows(self._weights)
-        self._bucket, self._graphs = Bucket(), None
         # None where matmuls are computed in the default way alone.
         self.tuning: Tuning | None = None
         if self._portable != ["all"] and settings.tuning != "off":
             self.tuning = Tuning.of(self._weights)
-        if not self._portable:
-            # No op synchronises, so a forward can be captured.
-            self._bucket = CUDA_BUCKET
-            idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
-            self._graphs = GraphedForward(
-                partial(forward, self._weights), self._weights.device, idle_work=idle
-            )
-        elif settings.tuning == "idle":
+        default = default_max_rows(self._weights)
+        # Not a method: what the scheduler holds must not hold the engine.
+        self._max_rows = lambda: settings.max_rows or max(default, model.max_length)
+        idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
+        self._packed = PackedForward(self._weights, self._portable, idle)
+        if settings.tuning == "idle" and self._packed.graphs is None:
             _log.warning(
                 "openjev-fast: nothing is tuned when idle: forwards are not captured, with %s in PyTorch",
                 ", ".join(self._portable),
             )
+        self._settings = settings
+        self.metrics = Metrics()
+        alive = weakref.ref(self)
+        self.metrics.watch(lambda: engine._counts() if (engine := alive()) else ({}, {}))
+        self.scheduler = Scheduler(
+            self._packed,
+            self.metrics,
+            max_rows=self._max_rows,
+            share_rows=settings.share_rows,
+            most_requests=settings.queue,
+            most_rows=settings.queue_rows,
+            wait_seconds=settings.wait_us / 1e6,
+        )
+
+    @property
+    def weights(self) -> model_weights.Weights:
+        """What the forwards of this engine read."""
+        return self._weights
 
     @property
     def max_rows(self) -> int:
         """Rows of one forward: the setting, else what memory allows, but never less than the longest prompt."""
-        return self._max_rows or max(self._default_max_rows, self._model.max_length)
+        return self._max_rows()
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing is computed any more, None while the device works."""
+        return self.scheduler.broken
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Have `callback(reason)` called once when the device is lost."""
+        self.scheduler.on_broken(callback)
 
     def describe(self) -> dict[str, Any]:
         """Facts for an answer's metadata and for /health; they change with the model's `max_length` and with tuning.
@@ -114,54 +230,113 @@ class FastEngine:
             "device": str(device),
             "dtype": str(self._weights.dtype).removeprefix("torch."),
             "max_rows": self.max_rows,
+            "share_rows": self._settings.share_rows,
         }
         if self.tuning is not None:
             about["tuned_matmuls"] = len(self.tuning.entries)
         return about
 
     def score(self, records: list[dict[str, Any]]) -> Scores:
-        """Logits of every record of a request, computed without autograd.
+        """Logits of every record of a request, computed without autograd. Any number of threads may call it.
 
         records: as `jev.api.compile_request` returns them, at least one.
 
         Raises ValueError when a prompt is longer than the model's `max_length`, or longer than `max_rows` alone;
-        RuntimeError when the model's backbone or head is no longer what was taken over.
+        RuntimeError when the model's backbone or head is no longer what was taken over; exchange.Unavailable when the
+        queue is full, exchange.ClientGone when the request's client hung up while it waited, DeviceBroken when the
+        device was lost.
         """
         self._check_unchanged()
-        sequences = encode(self._encoder, records, self._model.max_length)
-        parts = split_to_fit(sequences, self.max_rows)
-        scores: list[list[torch.Tensor]] = [[] for _ in records]
-        rows_computed = replayed = 0
-        for part in parts:
-            wanted = [sequence for group, span in part for sequence in sequences[group][span]]
-            layout = build_layout(build_forest(wanted), self._bucket, portable=bool(self._portable))
-            with torch.inference_mode():
-                flat, was_replayed = self._run(layout)
-            flat = flat[: len(wanted)]
-            rows_computed += layout.rows
-            replayed += was_replayed
-            sizes = [len(sequences[group][span]) for group, span in part]
-            for (group, _), piece in zip(part, flat.split(sizes), strict=True):
-                scores[group].append(piece)
+        with self.scheduler.place() as place:
+            sequences = encode(self._encoder, records, self._model.max_length)
+            parts = self._cut(sequences)
+            self.scheduler.claim(place, sum(rows for _, rows in parts))
+            total = sum(len(sequence) for group in sequences for sequence in group)
+            self.metrics.asked(total)
+            pieces: list[list[np.ndarray]] = [[] for _ in records]
+            forwards: list[Scored] = []
+            for part, rows in parts:
+                wanted = [sequence for group, span in part for sequence in sequences[group][span]]
+                scores = self._score(place, wanted, rows, forwards)
+                for group, span in part:
+                    count = len(sequences[group][span])
+                    pieces[group].append(scores[:count])
+                    scores = scores[count:]
         # torch.cat copies: outside inference mode what leaves here is an ordinary tensor.
         logits = [
-            as_logits(record, torch.cat(pieces)) for record, pieces in zip(records, scores, strict=True)
+            as_logits(record, torch.cat([torch.from_numpy(piece) for piece in found]))
+            for record, found in zip(records, pieces, strict=True)
         ]
-        total = sum(len(sequence) for group in sequences for sequence in group)
-        stats = {"rows_asked": total, "rows_computed": rows_computed, "forwards": len(parts)}
-        if self._graphs is not None:
-            stats["graph_replays"] = replayed
+        stats: dict[str, Any] = {
+            "rows_asked": total,
+            "rows_computed": sum(each.rows for each in forwards),
+            "forwards": len(forwards),
+            "shared_with": max(each.requests for each in forwards) - 1,
+            "queue_ms": round(1e3 * sum(each.waited for each in forwards), 3),
+        }
+        if self._packed.graphs is not None:
+            stats["graph_replays"] = sum(each.replayed for each in forwards)
         return Scores(logits, total, stats)
+
+    def _cut(self, sequences: list[list[np.ndarray]]) -> list[tuple[Part, int]]:
+        """The forwards of one request, each with the rows it takes by itself."""
+        every = [sequence for group in sequences for sequence in group]
+        rows, max_rows = count_rows(every), self.max_rows
+        whole = [(group, slice(0, len(candidates))) for group, candidates in enumerate(sequences)]
+        if rows <= min(CUT_ROWS, max_rows):
+            return [(whole, rows)]
+
+        def cut(most: int) -> list[tuple[Part, int]]:
+            parts = split_to_fit(sequences, most)
+            return [
+                (part, count_rows([each for group, span in part for each in sequences[group][span]]))
+                for part in parts
+            ]
+
+        if max(map(len, every)) <= CUT_ROWS < max_rows:
+            parts = cut(CUT_ROWS)
+            if sum(rows_of_part for _, rows_of_part in parts) <= (1 + _MOST_REPEATED) * rows:
+                return parts
+        return cut(max_rows)
+
+    def _score(
+        self, place: Place, sequences: list[np.ndarray], rows: int, forwards: list[Scored]
+    ) -> np.ndarray:
+        """Scores of one part [C]; without memory for it, once more in halves. Appends the forwards it took."""
+        try:
+            found = [self.scheduler.score(place, sequences, rows)]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found = []
+        if not found:
+            # Outside the handler: the error is gone, and with it what its frames held.
+            half = max(rows // 2, max(map(len, sequences)))
+            for ((_, span),) in split_to_fit([sequences], half):
+                smaller = sequences[span]
+                found.append(self.scheduler.score(place, smaller, count_rows(smaller)))
+        forwards += found
+        return np.concatenate([each.scores for each in found])
+
+    def _counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges for `Metrics.watch`; a lost device is asked nothing."""
+        counters, gauges = ({}, {}) if self.broken else self._packed.counts()
+        return counters, {
+            **gauges,
+            "requests_inside": self.scheduler.inside,
+            "device_lost": bool(self.broken),
+        }
 
     def _check_unchanged(self) -> None:
         read = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
         check_unchanged(self._model, self._backbone, read)
 
-    def _run(self, layout: Layout) -> tuple[torch.Tensor, bool]:
-        """Scores of a layout on the host, and whether a captured graph was replayed."""
-        if self._graphs is not None:
-            return self._graphs(layout)
-        return forward(self._weights, layout.to(self._weights.device)), False
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory for a forward; CUDA itself and PyTorch's allocator say it differently."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    )
 
 
 def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str]:
@@ -174,6 +349,11 @@ def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str
     if shapes.head_dim not in ATTENTION_DIMS:
         missing.append("tree_attention")
     return missing
+
+
+def _outcome(scores: torch.Tensor, layout: Layout, replayed: bool) -> Outcome:
+    """Waits for the scores of a layout's candidates."""
+    return Outcome(scores.cpu().numpy(), layout.rows, replayed)
 
 
 def encode(encoder: PromptEncoder, records: list[dict[str, Any]], max_length: int) -> list[list[np.ndarray]]:

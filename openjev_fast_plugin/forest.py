@@ -185,19 +185,19 @@ def split_to_fit(groups: Sequence[Sequence[np.ndarray]], max_rows: int) -> list[
 
     parts: list[list[tuple[int, slice]]] = []
     part: list[tuple[int, slice]] = []
-    rows = _RowCount()
+    rows = RowCount()
     for question, group in enumerate(groups):
         if part:
             if all(rows.add(sequence) <= max_rows for sequence in group):
                 part.append((question, slice(0, len(group))))
                 continue
             parts.append(part)
-            part, rows = [], _RowCount()
+            part, rows = [], RowCount()
         first = 0
         for index, sequence in enumerate(group):
             if rows.add(sequence) > max_rows:
                 parts.append([(question, slice(first, index))])
-                first, rows = index, _RowCount()
+                first, rows = index, RowCount()
                 rows.add(sequence)
         part.append((question, slice(first, len(group))))
     parts.append(part)
@@ -238,26 +238,33 @@ class _SortedSequences:
         self.offset = np.array(offsets, dtype=np.int64)
 
 
-class _RowCount:
-    """Packed rows of a growing set of sequences."""
+class RowCount:
+    """Packed rows of a growing set of valid sequences [L]."""
 
     def __init__(self) -> None:
         self._rows = 0
         self._keys: list[bytes] = []
         self._sequences: list[np.ndarray] = []
 
+    def shared(self, sequence: np.ndarray) -> int:
+        """Rows of this sequence that the set has already."""
+        return self._find(_sort_key(sequence), sequence)[1]
+
     def add(self, sequence: np.ndarray) -> int:
-        """Add one valid sequence [L]; returns the rows of the whole set."""
+        """Add a sequence; returns the rows of the whole set."""
         key = _sort_key(sequence)
-        at = bisect_left(self._keys, key)
-        # The longest shared prefix is with a neighbour in lexicographic order.
-        shared = max(
-            (_shared_length(near, sequence) for near in self._sequences[max(at - 1, 0) : at + 1]), default=0
-        )
+        at, shared = self._find(key, sequence)
         self._keys.insert(at, key)
         self._sequences.insert(at, sequence)
         self._rows += len(sequence) - shared
         return self._rows
+
+    def _find(self, key: bytes, sequence: np.ndarray) -> tuple[int, int]:
+        """Where a sequence belongs in lexicographic order, and its longest prefix in the set."""
+        at = bisect_left(self._keys, key)
+        # The longest shared prefix is with a neighbour in lexicographic order.
+        near = self._sequences[max(at - 1, 0) : at + 1]
+        return at, max((_shared_length(each, sequence) for each in near), default=0)
 
 
 def _flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:

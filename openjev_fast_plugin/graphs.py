@@ -2,8 +2,9 @@
 
 A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
 request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
-when the device is idle, so no request ever waits for its own capture; `CapturedAtOnce` captures it while its first
-request waits, and needs no thread. What else makes forwards faster when the device is idle is `IdleWork`.
+when the device is idle, so no request ever waits for its own capture; a server that is never idle captures what is
+asked for often, in a small part of its time. `CapturedAtOnce` captures a shape while its first request waits, and needs
+no thread. What else makes forwards faster when the device is idle is `IdleWork`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import torch
 
 _log = logging.getLogger("openjev_fast")
+
+
+# What is due when no shape is: a piece of the idle work.
+_WORK: tuple[Any, ...] = ()
+# A busy device rests from capturing this many times as long as the last capture took.
+_REST = 9
 
 
 class Inputs(Protocol):
@@ -102,6 +109,15 @@ class CapturedGraphs(Generic[InputsT]):
         self._device_lock = threading.Lock()
         self.counts = {"replays": 0, "eager": 0, "captures": 0, "evictions": 0}
 
+    def holds(self, inputs: InputsT) -> bool:
+        """Whether these inputs would be replayed at once: their shape is captured, and none other is being captured."""
+        return inputs.shape_key() in self._graphs and not self._device_lock.locked()
+
+    def drop(self) -> None:
+        """Let go of every graph."""
+        with self._device_lock:
+            self._graphs.clear()
+
     @property
     def held_bytes(self) -> int:
         """Device memory of all captured graphs."""
@@ -161,6 +177,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
     idle_seconds: how long no forward has run before a capture, or a piece of idle work, starts.
     idle_work: done after the captures, from the next eager forward on until nothing is left. An outdated graph is
         replayed until it has been captured again.
+    often: how many times a shape was asked for when it is captured although the device is busy.
     """
 
     def __init__(
@@ -172,12 +189,14 @@ class GraphedForward(CapturedGraphs[InputsT]):
         most_bytes: int = 4 << 30,
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
+        often: int = 3,
         idle_work: IdleWork | None = None,
     ):
         super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
-        self._idle_seconds = idle_seconds
-        # Shapes to capture, newest last, each with inputs on the host that have the shape.
-        self._wanted: OrderedDict[tuple[Any, ...], InputsT] = OrderedDict()
+        self._idle_seconds, self._often = idle_seconds, often
+        # Shapes to capture, newest last, each with inputs on the host that have the shape, and how often it was asked.
+        self._wanted: OrderedDict[tuple[Any, ...], tuple[InputsT, int]] = OrderedDict()
+        self._resting_until = 0.0
         self._idle_work, self._work_left = idle_work, False
         # Wakes the capturing thread.
         self._changed = threading.Condition()
@@ -201,7 +220,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
             if replayed is None:
                 self._work_left = self._idle_work is not None
                 if inputs.rows <= self._most_rows:
-                    self._wanted[inputs.shape_key()] = inputs
+                    key = inputs.shape_key()
+                    asked = self._wanted.pop(key, (inputs, 0))[1] + 1
+                    self._wanted[key] = (inputs, asked)
+                    if len(self._wanted) > self._most_graphs:
+                        self._wanted.popitem(last=False)
                 if self._wanted or self._work_left:
                     self._start_capturing()
         return scores, replayed is not None
@@ -218,6 +241,12 @@ class GraphedForward(CapturedGraphs[InputsT]):
             self._capture(inputs)
             if self._idle_work is not None:
                 self._graphs[key].inputs, self._graphs[key].state = inputs, self._idle_work.state(inputs)
+
+    def drop(self) -> None:
+        """Let go of every graph, and capture none of the shapes asked for so far."""
+        with self._changed:
+            self._wanted.clear()
+        super().drop()
 
     def wait_until_captured(self) -> None:
         """Block until no shape is waiting for its capture and no idle work is left."""
@@ -240,19 +269,34 @@ class GraphedForward(CapturedGraphs[InputsT]):
                     self._capturing = None
                     self._changed.notify_all()
                     return
-                rest = self._last_use + self._idle_seconds - time.monotonic()
-                if rest > 0:
-                    self._changed.wait(rest)
+                key = self._due()
+                if key is None:
+                    self._changed.wait(max(self._last_use + self._idle_seconds - time.monotonic(), 1e-3))
                     continue
-                inputs = self._wanted.popitem()[1] if self._wanted else None
+                inputs = None if key is _WORK else self._wanted.pop(key)[0]
                 self._work_left = self._work_left and inputs is not None
             if inputs is None:
                 self._work()
                 continue
+            start = time.monotonic()
             try:
                 self.capture(inputs)
             except torch.OutOfMemoryError:
                 _warn_of_memory(inputs)
+            except Exception:
+                _log.exception("openjev-fast: a graph of %d rows could not be captured", inputs.rows)
+            end = time.monotonic()
+            self._resting_until = end + _REST * (end - start)
+
+    def _due(self) -> tuple[Any, ...] | None:
+        """The shape to capture now, or `_WORK`, if any; called with `_changed` held."""
+        now = time.monotonic()
+        if now >= self._last_use + self._idle_seconds:
+            return next(reversed(self._wanted), _WORK)
+        if now < self._resting_until:
+            return None
+        often = (key for key, (_, asked) in reversed(self._wanted.items()) if asked >= self._often)
+        return next(often, None)
 
     def _work(self) -> None:
         """A piece of the idle work; the shapes whose graphs it has outdated are wanted again."""
@@ -268,7 +312,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
         with self._changed:
             self._work_left |= done
             for key, inputs in outdated.items():
-                self._wanted.setdefault(key, inputs)
+                self._wanted.setdefault(key, (inputs, 0))
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

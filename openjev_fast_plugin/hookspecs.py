@@ -27,7 +27,8 @@ class Scores(Protocol):
 
     @property
     def logits(self) -> list[torch.Tensor]:
-        """A tensor per record, as from `DecisionModel.forward`: a logit per option; `[0, logit]` for noul."""
+        """A tensor per record, on any device, as from `DecisionModel.forward`: a logit per option; `[0, logit]` for
+        noul."""
 
     @property
     def input_tokens(self) -> int:
@@ -39,10 +40,18 @@ class Scores(Protocol):
 
 
 class Engine(Protocol):
-    """A model taken over by a backend."""
+    """A model taken over by a backend.
+
+    An engine may have more, which is used where it is there: `concurrent` (true: several threads may call `score` at
+    once, and a server answers requests side by side), `metrics` (as `openjev_fast_plugin.metrics.Metrics`), `broken`
+    (why it answers nothing any more, else None) and `on_broken(callback)` (calls it with that reason, once).
+    """
 
     def score(self, records: list[dict]) -> Scores:
-        """Logits of `compile_request` records, computed without autograd."""
+        """Logits of `compile_request` records, computed without autograd.
+
+        Where the device is lost, call `connections.fail` and raise: the server answers 500 and its program exits.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Facts that do not change between calls (kernels, dtype, device), for `/health` and `metadata`."""

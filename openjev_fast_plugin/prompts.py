@@ -57,6 +57,8 @@ class PromptEncoder:
     tokenizer: the host's (`DecisionModel.tokenizer`).
     candidate_prompts: the host's function from a record to the prompt texts of its candidates.
 
+    Threads may encode at the same time, as long as nobody sets padding or truncation on the tokenizer meanwhile.
+
     Raises ValueError when the tokenizer has no chat template.
     """
 
@@ -67,6 +69,8 @@ class PromptEncoder:
         self._head = self._tail = ""
         self._why_plain = _why_not_cut(tokenizer)
         if self._why_plain is None:
+            # Not later, when another thread may be reading them.
+            _clear_padding(tokenizer.backend_tokenizer)
             self._head, self._tail, self._why_plain = _split_template(tokenizer)
         if self._why_plain is not None:
             self._log_plain(self._why_plain)
@@ -154,15 +158,19 @@ class _Segments:
 
     def tokenize(self, backend: Any) -> list[np.ndarray]:
         """Ids of each segment, int32 [L], in one call of the Rust tokenizer."""
-        # The padding or truncation of an earlier call stays set on the backend.
-        if backend.padding is not None:
-            backend.no_padding()
-        if backend.truncation is not None:
-            backend.no_truncation()
+        _clear_padding(backend)
         chunks = [_chunks(text) for text in self._index]
         flat = [chunk for parts in chunks for chunk in parts]
         encoded = iter(backend.encode_batch_fast(flat, add_special_tokens=False))
         return [_joined([np.array(next(encoded).ids, dtype=np.int32) for _ in parts]) for parts in chunks]
+
+
+def _clear_padding(backend: Any) -> None:
+    """Take out the padding and truncation that an earlier call left set on the Rust tokenizer."""
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.truncation is not None:
+        backend.no_truncation()
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -17,6 +17,13 @@ from pathlib import Path
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
 TUNING_VARIABLE = "OPENJEV_FAST_TUNING"
+SHARE_ROWS_VARIABLE = "OPENJEV_FAST_SHARE_ROWS"
+QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
+QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
+WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
+ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
+
+_MOST_WAIT_US = 1000
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
@@ -41,24 +48,35 @@ class Selection:
 class Settings:
     # Packed rows one forward may hold; None: choose from the memory there is.
     max_rows: int | None = None
+    # Rows that other requests may add to the forward of the one that waits longest; 0: none.
+    share_rows: int = 1024
+    # Requests that may be inside at once, and the rows they may ask for together; more are refused.
+    queue: int = 256
+    queue_rows: int = 131_072
+    # Microseconds the device is kept free after a forward, while somebody waits, for further requests.
+    wait_us: int = 0
+    # The file that a line is appended to for every HTTP request; None: there is no such log.
+    access_log: str | None = None
     # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
     # makes none while it serves: the same request gives the same bits from a server's start to its end.
     tuning: str = "tables"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
-        text = _value(environ, MAX_ROWS_VARIABLE)
-        # Python refuses to read thousands of digits as a number.
-        if text is not None and not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
-            raise BackendError(
-                f"{MAX_ROWS_VARIABLE} must be a positive integer below 10**18, found {reprlib.repr(text)}"
-            )
+        numbers = {
+            "max_rows": _number(environ, MAX_ROWS_VARIABLE, 1),
+            "share_rows": _number(environ, SHARE_ROWS_VARIABLE, 0),
+            "queue": _number(environ, QUEUE_VARIABLE, 1),
+            "queue_rows": _number(environ, QUEUE_ROWS_VARIABLE, 1),
+            "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
+        }
+        given = {name: value for name, value in numbers.items() if value is not None}
         tuning = _value(environ, TUNING_VARIABLE) or cls.tuning
         if tuning not in TUNING:
             raise BackendError(
                 f"{TUNING_VARIABLE} must be {', '.join(TUNING[:-1])} or {TUNING[-1]}, found {reprlib.repr(tuning)}"
             )
-        return cls(max_rows=None if text is None else int(text), tuning=tuning)
+        return cls(**given, access_log=_value(environ, ACCESS_LOG_VARIABLE), tuning=tuning)
 
 
 def resolve(
@@ -92,6 +110,17 @@ def origin(selection: Selection) -> str:
 def _value(environ: Mapping[str, str] | None, name: str) -> str | None:
     # An empty variable is an unset one.
     return (os.environ if environ is None else environ).get(name, "").strip() or None
+
+
+def _number(environ: Mapping[str, str] | None, name: str, least: int, most: int = 10**18 - 1) -> int | None:
+    """An integer from the environment; BackendError, naming variable and value, for anything else."""
+    text = _value(environ, name)
+    if text is None:
+        return None
+    # Python refuses to read thousands of digits as a number.
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and least <= int(text) <= most):
+        raise BackendError(f"{name} must be an integer from {least} to {most}, found {reprlib.repr(text)}")
+    return int(text)
 
 
 def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:

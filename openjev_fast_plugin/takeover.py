@@ -6,14 +6,15 @@ import contextlib
 import contextvars
 import logging
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .build import BuildError
 from .settings import AUTO, ORIGINAL, BackendError, Selection, Settings, origin
 
 if TYPE_CHECKING:
+    from .exchange import Exchange
     from .hookspecs import Backend, Engine, Scores
 
 log = logging.getLogger("openjev_fast")
@@ -30,6 +31,8 @@ class Takeover:
     # Why `auto` chose as it did.
     reason: str | None = None
     requested: str | None = None
+    # Called with every HTTP exchange once it is over.
+    observers: list[Callable[[Exchange], None]] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "decided_by": self.decided_by}
@@ -40,6 +43,39 @@ class Takeover:
         if self.engine is not None:
             about.update(self.engine.describe())
         return about
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several requests may be scored at the same time."""
+        return bool(getattr(self.engine, "concurrent", False))
+
+    @property
+    def metrics(self) -> Callable[[], tuple[bytes, str]] | None:
+        """What `GET /metrics` answers, body and content type; None for an engine that counts nothing."""
+        counted = getattr(self.engine, "metrics", None)
+        return None if counted is None else counted.render
+
+    @property
+    def exchanged(self) -> Callable[[Exchange], None] | None:
+        """Counts an HTTP request that is over; None for an engine that counts nothing."""
+        counted = getattr(self.engine, "metrics", None)
+        return None if counted is None else counted.exchanged
+
+    @property
+    def broken(self) -> str | None:
+        """Why the engine answers nothing any more; None while it works, or where it cannot tell."""
+        return getattr(self.engine, "broken", None)
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Have `callback(reason)` called once, on a request's thread, when the engine has lost its device."""
+        register = getattr(self.engine, "on_broken", None)
+        if register is not None:
+            register(callback)
+
+    def counted(self) -> contextlib.AbstractContextManager[None]:
+        """Counts one request, by what becomes of it, in the engine's metrics."""
+        counted = getattr(self.engine, "metrics", None)
+        return contextlib.nullcontext() if counted is None else counted.request()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What `copy.deepcopy` and `pickle` ask for; an engine belongs to the one model it was built for."""

@@ -1,9 +1,12 @@
-"""jev.server: `/health` says which backend answers and who decided.
+"""jev.server: `/health` says which backend answers and who decided; a backend's server is bounded, and answers requests
+side by side where its engine can.
 
 Applied when a backend has been loaded, to the namespace that holds `make_server`: `__main__` under
 `python -m jev.server`, else the imported module. Knows `make_server(predictor, host, port, *,
 static_root, max_body_bytes)`; further parameters with a default are passed on. Upstream's own answer
-to `/health` is kept, with one field more.
+to `/health` is kept, with one field more. Where an engine of ours answers, the server that was made is
+handed to `connections`; it has to be a ThreadingHTTPServer whose handler leaves the reading of requests
+to BaseHTTPRequestHandler.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from .. import bootstrap
-from . import Changes, Known
+from .. import backend_flag, bootstrap
+from . import Changes, Known, UnknownUpstream, _parts, jev_server_lock
 
 MAKE_SERVER = Known(
     "jev.server.make_server",
@@ -63,19 +67,58 @@ def _unpatched() -> Iterator[ModuleType]:
 
 
 def _make_server(original: Callable) -> Callable:
+    defaults = _parts(original)[2]
+
     @functools.wraps(original)
     def make_server(*args: Any, **arguments: Any) -> Any:
         server = original(*args, **arguments)
         predictor = args[0] if args else arguments["predictor"]
-        if hasattr(predictor, "openjev_fast"):
-            _report_health(server.RequestHandlerClass, predictor.openjev_fast)
+        taken = getattr(predictor, "openjev_fast", None)
+        if taken is not None and taken.engine is not None:
+            try:
+                _bound(server, predictor, arguments, defaults)
+            except UnknownUpstream as error:
+                backend_flag.stop(error, sys._getframe(1))
+            _report_health(server.RequestHandlerClass, lambda: {**taken.describe(), "status": server.state})
+        elif taken is not None:
+            _report_health(server.RequestHandlerClass, taken.describe)
         return server
 
     make_server.openjev_fast = True  # type: ignore[attr-defined]
     return make_server
 
 
-def _report_health(handler: Any, taken: Any) -> None:
+def _bound(server: Any, predictor: Any, arguments: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Hand a server to `connections`; raises UnknownUpstream, and changes nothing, where it cannot go there."""
+    # Not before a backend answers.
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    from .. import connections
+
+    handler = getattr(server, "RequestHandlerClass", object)
+    if not (isinstance(server, ThreadingHTTPServer) and issubclass(handler, BaseHTTPRequestHandler)):
+        raise UnknownUpstream(
+            "jev.server.make_server",
+            "a ThreadingHTTPServer with a BaseHTTPRequestHandler",
+            f"{type(server).__name__} with {handler.__name__}",
+        )
+    for name in ("handle", "handle_one_request", "parse_request"):
+        if getattr(handler, name) is not getattr(BaseHTTPRequestHandler, name):
+            expected = f"{name} of BaseHTTPRequestHandler"
+            raise UnknownUpstream("the handler of jev.server.make_server", expected, f"a {name} of its own")
+    limits, idle = connections.Limits(), arguments.get("idle_timeout")
+    if idle is not None and idle != defaults["idle_timeout"]:
+        # Somebody chose it.
+        limits = replace(limits, idle=idle)
+    most = arguments.get("max_body_bytes", defaults["max_body_bytes"])
+    taken = predictor.openjev_fast
+    if taken.concurrent:
+        jev_server_lock.lift(handler)
+    connections.bound(server, predictor, most, limits)
+    taken.on_broken(connections.fail)
+
+
+def _report_health(handler: Any, describe: Callable[[], dict[str, Any]]) -> None:
     # The class was made for this one server.
     original = handler.do_GET
 
@@ -88,7 +131,7 @@ def _report_health(handler: Any, taken: Any) -> None:
             return original(self)
         finally:
             answer, self.wfile = self.wfile.getvalue(), real
-            real.write(_with_backend(answer, taken.describe()))
+            real.write(_with_backend(answer, describe()))
 
     handler.do_GET = do_GET
 

@@ -13,10 +13,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import backend_flag
-from ..settings import AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
+from ..settings import ACCESS_LOG_VARIABLE, AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
 from . import Changes, Known, UnknownUpstream, jev_server, log
 
 if TYPE_CHECKING:
+    from ..access_log import AccessLog
     from ..takeover import Takeover
 
 LOAD_PREDICTOR = Known(
@@ -93,6 +94,7 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     from .. import takeover
 
     settings = Settings.read()
+    access_log = _access_log(settings)
     jev_server.verify()
     # Inside, DecisionModel.load hands the model over, so that provenance describes what is really there.
     with backend_flag.decided(selection):
@@ -105,10 +107,35 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     if model.openjev_fast.engine is not None:
         # The backend shares one forward between all candidates of a request, however many.
         predictor.batch_size = predictor.max_candidates
+    if model.openjev_fast.concurrent:
+        _count_tokens_by_call(predictor.scorer)
     _report(predictor, model.openjev_fast)
+    if model.openjev_fast.exchanged is not None:
+        predictor.openjev_fast.observers.append(model.openjev_fast.exchanged)
+    if access_log is not None:
+        _keep(access_log, predictor.openjev_fast)
     jev_server.install()
     log.info("openjev-fast: %s", predictor.openjev_fast.describe())
     return predictor
+
+
+def _access_log(settings: Settings) -> AccessLog | None:
+    if settings.access_log is None:
+        return None
+    from ..access_log import AccessLog
+
+    try:
+        return AccessLog(settings.access_log)
+    except OSError as error:
+        raise BackendError(f"{ACCESS_LOG_VARIABLE}: {error}") from None
+
+
+def _keep(access_log: AccessLog, taken: Takeover) -> None:
+    if taken.engine is not None:
+        taken.observers.append(access_log)
+    else:
+        log.warning("openjev-fast: %s: the original answers, and keeps no access log", ACCESS_LOG_VARIABLE)
+        access_log.close()
 
 
 def _verify_predictor(predictor: Any) -> None:
@@ -124,6 +151,18 @@ def _verify_predictor(predictor: Any) -> None:
             f"{type(predictor).__name__} with {type(getattr(predictor, 'scorer', None)).__name__}, "
             f"without {', '.join(missing)}",
         )
+
+
+def _count_tokens_by_call(scorer: Any) -> None:
+    """Take a request's token count from its own call: `last_input_tokens`, which the host's `score` reads after
+    the call, is that of whichever thread came last."""
+    model = scorer.model
+
+    def score(records: list[dict]) -> tuple[list[list[float]], int]:
+        logits, stats = model.score_cached(records)
+        return [row.tolist() for row in logits], stats["logical_input_tokens"]
+
+    scorer.score = score
 
 
 def _report_original(predictor: Any, selection: Selection) -> None:
@@ -147,7 +186,7 @@ def _report(predictor: Any, taken: Takeover) -> None:
 
     @functools.wraps(answer)
     def predict(*args: Any, **arguments: Any) -> Any:
-        with takeover.collect_stats() as calls:
+        with taken.counted(), takeover.collect_stats() as calls:
             result = answer(*args, **arguments)
         result["metadata"] = {
             **result.get("metadata", {}),

@@ -197,11 +197,17 @@ def rows_read_by_engine(engine: FastEngine, records: list[dict[str, Any]], monke
     return torch.cat(seen)
 
 
-def test_bfloat16_is_no_further_from_float32_than_the_original(tiny_checkpoint, original, monkeypatch):
+@pytest.mark.parametrize("sharing", [1, 10], ids=["alone", "ten_in_a_forward"])
+def test_bfloat16_is_no_further_from_float32_than_the_original(
+    tiny_checkpoint, original, monkeypatch, sharing
+):
     rounded = load(tiny_checkpoint, torch.bfloat16)
     fast = engine_of(tiny_checkpoint, torch.bfloat16)
     ours = theirs = norm = 0.0
-    for records in golden_requests():
+    requests = golden_requests()
+    # What several requests give in one forward is what one request with all their records gives.
+    together = [sum(requests[start : start + sharing], []) for start in range(0, len(requests), sharing)]
+    for records in together:
         golden = rows_read_by_original(original, records)
         norm += golden.pow(2).sum().item()
         ours += (rows_read_by_engine(fast, records, monkeypatch) - golden).pow(2).sum().item()

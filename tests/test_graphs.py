@@ -38,7 +38,7 @@ class Row:
     def shape_key(self):
         return (len(self.values),)
 
-    def pack(self):
+    def pack(self, pinned=False):
         return self.values.clone()
 
     def unpack(self, packed):

@@ -345,7 +345,8 @@ def test_only_the_answer_to_health_is_changed(tmp_path, monkeypatch):
 
     _, _, server_module = fake_modules(tmp_path, monkeypatch)
     plain = types.SimpleNamespace(model_name="toy", method="host")
-    taken = types.SimpleNamespace(describe=lambda: {"name": "x"})
+    # Without an engine: with one, replies differ in their connection.
+    taken = types.SimpleNamespace(describe=lambda: {"name": "x"}, engine=None)
     fast = types.SimpleNamespace(**vars(plain), openjev_fast=taken)
 
     def raw(server, path):
@@ -372,6 +373,16 @@ def test_only_the_answer_to_health_is_changed(tmp_path, monkeypatch):
     undo()
     for server in servers:
         server.server_close()
+
+
+def test_where_the_original_answers_there_is_no_access_log(tmp_path, caplog):
+    from openjev_fast_plugin.access_log import AccessLog
+    from openjev_fast_plugin.takeover import Takeover
+
+    log, taken = AccessLog(tmp_path / "log"), Takeover("torch", "environment")
+    jev_serving._keep(log, taken)
+    assert taken.observers == [] and not log._thread.is_alive()
+    assert "OPENJEV_FAST_ACCESS_LOG: the original answers, and keeps no access log" in caplog.text
 
 
 def test_health_that_is_not_json_is_left_alone():

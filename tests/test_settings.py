@@ -54,9 +54,15 @@ def test_max_rows():
     assert Settings.read({"OPENJEV_FAST_MAX_ROWS": "4096"}).max_rows == 4096
 
 
+def test_access_log():
+    assert Settings.read({}).access_log is None
+    assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": " "}).access_log is None
+    assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": "/tmp/a log"}) == Settings(access_log="/tmp/a log")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²", "9" * 19])
 def test_max_rows_that_is_no_positive_integer(value):
-    with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be a positive integer") as caught:
+    with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be an integer from 1 to") as caught:
         Settings.read({"OPENJEV_FAST_MAX_ROWS": value})
     assert repr(value) in str(caught.value)
 
@@ -67,7 +73,7 @@ def test_tuning():
     assert Settings().tuning == "tables"
     for value in ("off", "tables", "idle"):
         assert Settings.read({"OPENJEV_FAST_TUNING": value, "OPENJEV_FAST_MAX_ROWS": "9"}) == Settings(
-            9, value
+            max_rows=9, tuning=value
         )
 
 
@@ -80,8 +86,35 @@ def test_tuning_that_is_none_of_its_values(value):
     assert repr(value) in str(caught.value)
 
 
+def test_the_queue_and_who_shares_a_forward():
+    read = Settings.read(
+        {
+            "OPENJEV_FAST_SHARE_ROWS": "0",
+            "OPENJEV_FAST_QUEUE": "7",
+            "OPENJEV_FAST_QUEUE_ROWS": "9",
+            "OPENJEV_FAST_WAIT_US": "300",
+        }
+    )
+    assert read == Settings(max_rows=None, share_rows=0, queue=7, queue_rows=9, wait_us=300)
+    assert Settings.read({}) == Settings() and Settings().wait_us == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limits"),
+    [
+        ("SHARE_ROWS", "-1", "from 0 to"),
+        ("QUEUE", "0", "from 1 to"),
+        ("QUEUE_ROWS", "0", "from 1 to"),
+        ("WAIT_US", "1001", "from 0 to 1000"),
+    ],
+)
+def test_limits_of_the_numbers(name, value, limits):
+    with pytest.raises(BackendError, match=f"OPENJEV_FAST_{name} must be an integer {limits}.*'{value}'"):
+        Settings.read({f"OPENJEV_FAST_{name}": value})
+
+
 def test_a_long_value_is_shortened(tmp_path):
-    with pytest.raises(BackendError, match="must be a positive integer") as caught:
+    with pytest.raises(BackendError, match="must be an integer from 1 to") as caught:
         Settings.read({"OPENJEV_FAST_MAX_ROWS": "9" * 5000})
     assert "found '999" in str(caught.value) and len(str(caught.value)) < 120
     with pytest.raises(BackendError, match="must be the name of a backend") as caught:

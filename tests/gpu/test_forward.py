@@ -161,8 +161,37 @@ def test_a_new_shape_is_answered_eagerly_and_captured_when_idle(weights):
     assert graphs.counts == {"replays": 1, "eager": 2, "captures": 1, "evictions": 0}
 
 
-def test_a_busy_device_captures_nothing(weights):
-    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=0.5)
+def test_a_busy_device_captures_what_is_asked_for_often(weights):
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=1000.0, often=5)
+    often, seldom = layout_of("noul_70"), layout_of("example")
+    end = time.monotonic() + 20.0
+    with torch.inference_mode():
+        expected = forward(weights, often.to(DEVICE))
+        assert not graphs(seldom)[1]
+        for _ in range(5):
+            assert not graphs(often)[1]
+        while not graphs(often)[1]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert torch.equal(graphs(often)[0], expected)
+        assert not graphs(seldom)[1]
+    assert graphs.counts["captures"] == 1
+
+
+def test_dropped_graphs_are_gone_and_come_again(weights):
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=1000.0)
+    layout = layout_of("noul_70")
+    with torch.inference_mode():
+        graphs.capture(layout)
+        assert graphs.holds(layout) and graphs.held_bytes >= 0
+        graphs.drop()
+        assert not graphs.holds(layout) and graphs.held_bytes == 0 and not graphs(layout)[1]
+        graphs.capture(layout)
+        assert graphs(layout)[1]
+
+
+def test_a_busy_device_captures_nothing_asked_for_seldom(weights):
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=0.5, often=10**9)
     layout = layout_of("noul_70")
     end = time.monotonic() + 1.0
     with torch.inference_mode():

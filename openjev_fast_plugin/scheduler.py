@@ -1,0 +1,506 @@
+"""Requests that wait at the same time share one forward. Knows no torch, no kernels and no HTTP.
+
+There is no thread of its own. A request that finds the device free runs its forward on the thread it came in on; what
+arrives meanwhile waits, tokenized already, and the thread of the oldest one packs the next forward while the device
+works on the last. When the device is free, that thread launches first and then lets the answers of the forward before
+go out: answering takes Python's one lock for longer than launching does.
+
+Who goes into a forward: the request that waits longest, and of the others, in order of arrival, whatever adds at most
+`share_rows` rows to it (`choose`). So a request that finds n waiting is in one of the next n + 1 forwards, whatever
+arrives after it; one of few rows is in the next one however large those before it are, unless other small ones before
+it fill `share_rows`; and sharing adds at most `share_rows` rows to a forward.
+
+A forward that fails is run again for each of its requests alone, and so are requests whose scores are not finite: no
+answer depends on who shared its forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from openjev_fast_plugin.exchange import ClientGone, Exchange, Unavailable, current
+from openjev_fast_plugin.forest import RowCount
+from openjev_fast_plugin.metrics import Metrics
+
+_log = logging.getLogger("openjev_fast")
+
+_MOST_RETRY_SECONDS = 30
+
+
+class DeviceBroken(RuntimeError):
+    """The device failed in a way that only a new process recovers from; nothing is computed any more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward gave.
+
+    scores: [C] float32, one per sequence in the order they were prepared in.
+    rows: packed rows it computed. replayed: whether it was a captured graph.
+    """
+
+    scores: np.ndarray
+    rows: int
+    replayed: bool
+
+
+class Device(Protocol):
+    """Runs one forward at a time."""
+
+    def prepare(self, sequences: list[np.ndarray]) -> Any:
+        """Everything of a forward that needs no device; another forward may be running."""
+
+    def start(self, prepared: Any) -> Callable[[], Outcome]:
+        """Launch what can be launched at once; the function returned waits for the scores."""
+
+    def release_memory(self) -> None:
+        """Let go of every cache: a forward found no memory."""
+
+    def diagnose(self, error: BaseException) -> Literal["memory", "broken", "request"]:
+        """Why preparing, starting or waiting raised: no memory, a device lost for good, or what was asked."""
+
+
+@dataclass(eq=False)
+class Place:
+    """What one request holds of the bounded queue, from before it is tokenized until it is answered."""
+
+    # The HTTP request it is for, if there is one.
+    about: Exchange | None
+    rows: int = 0
+    held: bool = True
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What one forward has to score for one request.
+
+    rows: packed rows of the sequences by themselves. alone: it shares no forward any more.
+    """
+
+    place: Place
+    sequences: list[np.ndarray]
+    rows: int
+    arrived: float = 0.0
+    alone: bool = False
+    # Set when the ticket is settled, or is to run the next forward.
+    woken: threading.Event = field(default_factory=threading.Event)
+    scored: Scored | None = None
+    error: BaseException | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self.scored is not None or self.error is not None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A ticket's scores [C] float32, and the forward they are from.
+
+    rows: packed rows of the whole forward. requests: how many shared it. waited: seconds before it began.
+    """
+
+    scores: np.ndarray
+    rows: int
+    replayed: bool
+    requests: int
+    waited: float
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A forward that is ready to start.
+
+    waiting: who waited when it was packed. last: it is not packed again for those who arrived since.
+    """
+
+    tickets: list[Ticket]
+    waiting: list[Ticket]
+    last: bool
+    prepared: Any = None
+    error: Exception | None = None
+
+
+def choose(waiting: Sequence[Ticket], share_rows: int, max_rows: int) -> list[Ticket]:
+    """Who of those waiting, oldest first, goes into the next forward, oldest first.
+
+    share_rows: how many rows others may add to the oldest one's. max_rows: packed rows of the forward.
+    """
+    oldest, *others = waiting
+    if oldest.alone or not others:
+        return [oldest]
+    room = min(share_rows, max_rows - oldest.rows)
+    chosen, begun = [oldest], RowCount()
+    begun.add(oldest.sequences[0])
+    for ticket in others:
+        # At least what its first sequence shares is computed once: an upper bound that needs no whole forest.
+        further = ticket.rows - begun.shared(ticket.sequences[0])
+        if not ticket.alone and further <= room:
+            chosen.append(ticket)
+            begun.add(ticket.sequences[0])
+            room -= further
+    return chosen
+
+
+class Scheduler:
+    """Shares one device between the threads that score.
+
+    max_rows: packed rows of one forward. share_rows: as for `choose`; 0 shares nothing but rows already there.
+    most_requests, most_rows: how many requests may be inside, and the rows they may ask for together; one request
+        alone may ask for more. wait_seconds: how long the device stays free after a forward, while somebody waits,
+        for those just answered to ask again. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        metrics: Metrics,
+        *,
+        max_rows: Callable[[], int],
+        share_rows: int,
+        most_requests: int,
+        most_rows: int,
+        wait_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._device, self._metrics, self._clock = device, metrics, clock
+        self._max_rows, self._share_rows = max_rows, share_rows
+        self._most_requests, self._most_rows = most_requests, most_rows
+        self._wait_seconds = wait_seconds
+        # Guards everything below; whoever packs the next forward waits on it.
+        self._changed = threading.Condition(threading.Lock())
+        self._queue: deque[Ticket] = deque()
+        self._busy = False
+        # Whose thread packs and runs the next forward; there is one whenever somebody waits.
+        self._leader: Ticket | None = None
+        # The leader waits for the device with everybody packed; then the answers below may wait for its launch.
+        self._ready = False
+        self._unanswered: list[Ticket] = []
+        self._hold_until = -math.inf
+        self._inside = self._rows_inside = 0
+        self._rows_per_second: float | None = None
+        self._broken: str | None = None
+        self._callbacks: list[Callable[[str], None]] = []
+
+    # What a request calls
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place in the queue for one request. Raises Unavailable when there is none, DeviceBroken."""
+        place = Place(current())
+        with self._changed:
+            self._check()
+            if self._inside >= self._most_requests:
+                self._drop_gone()
+            if self._inside >= self._most_requests:
+                self._refuse(f"{self._inside} requests are waiting already")
+            self._inside += 1
+        try:
+            yield place
+        finally:
+            with self._changed:
+                self._release(place)
+
+    def claim(self, place: Place, rows: int) -> None:
+        """Say how many rows a request asks for. Raises Unavailable where they are too many beside the others'."""
+        with self._changed:
+            if self._over(rows):
+                self._drop_gone()
+            if self._over(rows):
+                self._refuse(f"{self._rows_inside} rows are waiting already, too many for {rows} more")
+            place.rows = rows
+            self._rows_inside += rows
+
+    def score(self, place: Place, sequences: list[np.ndarray], rows: int) -> Scored:
+        """Scores of one part of a request, from a forward shared with whoever waits too.
+
+        sequences: as for `build_forest`. rows: what they take by themselves, at most `max_rows`.
+        Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken.
+        """
+        ticket = Ticket(place, sequences, rows, self._clock())
+        with self._changed:
+            self._check()
+            self._queue.append(ticket)
+            if self._leader is None:
+                self._leader = ticket
+                ticket.woken.set()
+            else:
+                self._changed.notify()
+        try:
+            while True:
+                ticket.woken.wait()
+                ticket.woken.clear()
+                if ticket.settled:
+                    break
+                # Whoever leads already may have been woken once more.
+                if self._leader is ticket:
+                    self._lead()
+        finally:
+            self._leave(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.scored is not None
+        return ticket.scored
+
+    # What a server asks
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing is computed any more, None while the device works."""
+        return self._broken
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Have `callback(reason)` called once, on a request's thread, when the device is lost."""
+        with self._changed:
+            self._callbacks.append(callback)
+            reason = self._broken
+        if reason is not None:
+            callback(reason)
+
+    @property
+    def inside(self) -> int:
+        """Requests that hold a place."""
+        return self._inside
+
+    # Running forwards
+
+    def _lead(self) -> None:
+        """Pack and run one forward; called by the leader's thread."""
+        wait: Callable[[], Outcome] | None = None
+        outcome: Outcome | None = None
+        error: BaseException | None = None
+        try:
+            packed = self._pack()
+            if packed is None:
+                return
+            started = self._clock()
+            error = packed.error
+            if error is None:
+                try:
+                    wait = self._device.start(packed.prepared)
+                except BaseException as raised:
+                    error = raised
+        finally:
+            self._answer_and_pass_on()
+        if wait is not None:
+            try:
+                outcome = wait()
+            except BaseException as raised:
+                error = raised
+        self._settle(packed.tickets, outcome, error, started)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+
+    def _pack(self) -> _Packed | None:
+        """Pack a forward, wait for the device and take it; None when nobody waits any more.
+
+        Packs again when somebody arrives while the device works, and at most once more when it is free.
+        """
+        packed: _Packed | None = None
+        while True:
+            with self._changed:
+                if packed is None or not self._busy:
+                    self._drop_gone()
+                waiting = list(self._queue)
+                if not waiting:
+                    self._leader = None
+                    return None
+                hold = self._hold_until - self._clock()
+                if packed is not None and (packed.last or packed.waiting == waiting):
+                    if not self._busy and (packed.last or hold <= 0):
+                        self._take(packed)
+                        return packed
+                    self._ready = self._busy
+                    try:
+                        self._changed.wait(None if self._busy else hold)
+                    finally:
+                        self._ready = False
+                    continue
+                last = not self._busy and hold <= 0
+                answers = self._take_unanswered()
+            _wake(answers)
+            tickets = choose(waiting, self._share_rows, self._max_rows())
+            if packed is not None and packed.tickets == tickets:
+                # Whoever came is for a later one.
+                packed = replace(packed, waiting=waiting, last=last)
+                continue
+            sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
+            try:
+                packed = _Packed(tickets, waiting, last, self._device.prepare(sequences))
+            except Exception as error:
+                packed = _Packed(tickets, waiting, last, error=error)
+
+    def _take(self, packed: _Packed) -> None:
+        """The device is ours, and the next in the queue has the lead; called with the lock held."""
+        self._busy = True
+        running = set(packed.tickets)
+        left = [ticket for ticket in self._queue if ticket not in running]
+        self._queue.clear()
+        self._queue.extend(left)
+        self._leader = self._queue[0] if self._queue else None
+
+    def _answer_and_pass_on(self) -> None:
+        """Now that the device works: let waiting answers out, and the next leader begin."""
+        with self._changed:
+            answers, leader = self._take_unanswered(), self._leader
+        _wake(answers)
+        if leader is not None:
+            leader.woken.set()
+
+    def _settle(
+        self, tickets: list[Ticket], outcome: Outcome | None, error: BaseException | None, started: float
+    ) -> None:
+        """Give each ticket its scores or its error, or put it back to run alone; the device is free again."""
+        ended = self._clock()
+        shared = len(tickets) > 1
+        again: list[Ticket] = []
+        verdict: str | None = None
+        if outcome is not None:
+            offset = 0
+            for ticket in tickets:
+                scores = outcome.scores[offset : offset + len(ticket.sequences)]
+                offset += len(scores)
+                if ticket.settled:
+                    # Its client hung up after it was packed.
+                    continue
+                if shared and not np.isfinite(scores).all():
+                    # Values that are not finite spread to others of the same forward.
+                    again.append(ticket)
+                else:
+                    waited = started - ticket.arrived
+                    ticket.scored = Scored(scores, outcome.rows, outcome.replayed, len(tickets), waited)
+                    self._metrics.waited(waited)
+            self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - started)
+            if again:
+                self._metrics.ran_again("not_finite", len(again))
+        else:
+            assert error is not None
+            verdict = self._device.diagnose(error)
+            if verdict == "memory":
+                # The frames it went through still hold what they had allocated.
+                traceback.clear_frames(error.__traceback__)
+                self._device.release_memory()
+            if verdict == "broken":
+                # From the answer of every request, and once from here with where it happened.
+                _log.critical("openjev-fast: the device is lost: %s", error, exc_info=error)
+            elif shared:
+                again = list(tickets)
+                self._metrics.ran_again("no_memory" if verdict == "memory" else "failed", len(again))
+                _log.warning(
+                    "openjev-fast: a forward of %d requests failed, each runs alone: %s: %s",
+                    len(tickets),
+                    type(error).__name__,
+                    error,
+                )
+            else:
+                tickets[0].error = error
+
+        with self._changed:
+            self._busy = False
+            if outcome is not None:
+                self._note_rate(outcome.rows, ended - started)
+            if verdict == "broken":
+                again = []
+                self._broken = f"{type(error).__name__}: {error}"
+                tickets = [*tickets, *self._queue]
+                self._queue.clear()
+                for ticket in tickets:
+                    ticket.error = self._lost()
+            for ticket in reversed(again):
+                # Who has left meanwhile has nobody to run it.
+                if not ticket.settled:
+                    ticket.alone = True
+                    self._queue.appendleft(ticket)
+            settled = [ticket for ticket in tickets if ticket.settled]
+            if self._leader is not None:
+                self._hold_until = ended + self._wait_seconds
+            leader = None
+            if self._leader is None and self._queue:
+                leader = self._leader = self._queue[0]
+            if self._ready and not again and not self._wait_seconds:
+                self._unanswered += settled
+                settled = []
+            self._changed.notify()
+            callbacks = self._callbacks if verdict == "broken" else []
+        if leader is not None:
+            leader.woken.set()
+        _wake(settled)
+        for callback in callbacks:
+            callback(str(self._broken))
+
+    # With the lock held
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._lost()
+
+    def _lost(self) -> DeviceBroken:
+        return DeviceBroken(f"the device is lost until the server is started again: {self._broken}")
+
+    def _over(self, rows: int) -> bool:
+        return self._rows_inside > 0 and self._rows_inside + rows > self._most_rows
+
+    def _refuse(self, why: str) -> None:
+        rate = self._rows_per_second
+        seconds = 1 if rate is None else math.ceil(self._rows_inside / rate)
+        self._metrics.refused()
+        raise Unavailable(
+            f"the server is busy: {why}; ask again later", max(1, min(seconds, _MOST_RETRY_SECONDS))
+        )
+
+    def _release(self, place: Place) -> None:
+        if place.held:
+            place.held = False
+            self._inside -= 1
+            self._rows_inside -= place.rows
+
+    def _drop_gone(self) -> None:
+        """Take out of the queue whose client has hung up."""
+        for ticket in list(self._queue):
+            about = ticket.place.about
+            if about is not None and about.client_gone():
+                self._queue.remove(ticket)
+                self._release(ticket.place)
+                self._metrics.dropped()
+                ticket.error = ClientGone("the client hung up while its request waited")
+                ticket.woken.set()
+
+    def _take_unanswered(self) -> list[Ticket]:
+        answers, self._unanswered = self._unanswered, []
+        return answers
+
+    def _note_rate(self, rows: int, seconds: float) -> None:
+        rate = rows / max(seconds, 1e-6)
+        before = self._rows_per_second
+        self._rows_per_second = rate if before is None else 0.8 * before + 0.2 * rate
+
+    # Without it
+
+    def _leave(self, ticket: Ticket) -> None:
+        """A ticket's thread goes: it neither waits nor leads any more."""
+        with self._changed:
+            if not ticket.settled:
+                # Its thread was interrupted.
+                ticket.error = ClientGone("nobody waits for this any more")
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+            if self._leader is not ticket:
+                return
+            leader = self._leader = self._queue[0] if self._queue else None
+        if leader is not None:
+            leader.woken.set()
+
+
+def _wake(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.woken.set()
