@@ -200,7 +200,7 @@ class FastEngine:
     def describe(self) -> dict[str, Any]:
         """Facts for an answer's metadata and for /health; they change only with the model's `max_length`.
 
-        kernels: what runs the ops; matrix products, embedding and gathers are PyTorch's in any case.
+        kernels: what runs the ops; embedding, gathers, and matrix products of many rows are PyTorch's in any case.
         """
         device = self._weights.device
         kernels = "pytorch"
