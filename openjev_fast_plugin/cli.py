@@ -164,7 +164,7 @@ def _add_verify(commands: Any) -> None:
         "--float32",
         action="store_true",
         help="convert both models to float32 first: there all must agree closely, so that a fault of the maths stands "
-        "apart from rounding",
+        "apart from rounding (backend fast)",
     )
     verify.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from text_models import smallest_text_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
+from transformers import Qwen3_5TextModel
 
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward, split_padded
 from openjev_fast_plugin.patches import transformers_masks
@@ -26,23 +27,7 @@ LENGTHS = {
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3_5TextModel:
-    config = Qwen3_5TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    return Qwen3_5TextModel(config).bfloat16().eval()
+    return smallest_text_model().bfloat16()
 
 
 @pytest.fixture(scope="module")

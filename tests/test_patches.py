@@ -406,26 +406,9 @@ def test_health_that_is_not_json_is_left_alone():
 
 @pytest.fixture(scope="module")
 def text_model():
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
+    from text_models import smallest_text_model
 
-    config = Qwen3_5TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    return Qwen3_5TextModel(config).float().eval()
+    return smallest_text_model()
 
 
 BATCHES = {

@@ -406,15 +406,23 @@ def test_a_backend_that_raises_has_not_answered(verify, monkeypatch):
     assert_fails_at(verify(), "answers", "asked.json[0]", "out of kernels")
 
 
-def test_prompts_that_are_not_open_jevs_are_found(verify, monkeypatch):
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda ids: np.append(ids[:7], ids[6:-1]), "token 7 is"),
+        (lambda ids: ids[:-1], "prompts 0 to 5: Open-Jev reads"),
+    ],
+    ids=["another_token", "too_short"],
+)
+def test_prompts_that_are_not_open_jevs_are_found(verify, monkeypatch, change, message):
     class Encoder(PromptEncoder):
         def encode(self, records):
             groups = super().encode(records)
-            groups[0][0] = np.append(groups[0][0][:7], groups[0][0][6:-1]).astype(np.int32)
+            groups[0][0] = change(groups[0][0]).astype(np.int32)
             return groups
 
     monkeypatch.setattr(case_module, "PromptEncoder", Encoder)
-    assert_fails_at(verify(), "preparation", "prompts of asked.json[0]", "token 7 is")
+    assert_fails_at(verify(), "preparation", "prompts of asked.json[0]", message)
 
 
 # The command line
@@ -453,13 +461,14 @@ def test_requests_that_cannot_be_asked_are_a_usage_error(tiny_checkpoint, tmp_pa
     [
         (["--checkpoint", "missing"], "missing is not a checkpoint package"),
         (["--backend", "graph", "--device", "cpu"], "the model is on cpu, CUDA Graphs need a CUDA device"),
+        (["--backend", "graph", "--device", "cpu", "--float32"], "--float32 verifies backend fast"),
         pytest.param(
             ["--device", "cuda:0"],
             "--device cuda:0: PyTorch sees no CUDA device here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
         ),
     ],
-    ids=["checkpoint", "backend", "device"],
+    ids=["checkpoint", "backend", "float32", "device"],
 )
 def test_what_cannot_be_verified_is_a_usage_error(tiny_checkpoint, requests, capsys, options, message):
     given = ["--checkpoint", str(tiny_checkpoint), "--requests", str(requests), *options]

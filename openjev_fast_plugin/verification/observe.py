@@ -38,14 +38,22 @@ class Observed:
 def observe_original(model: Any, case: Case, with_states: bool) -> Observed:
     """A `DecisionModel`'s own forward over a case, in batches of at most 32 prompts, as Open-Jev makes them."""
 
-    def scores(start: int, stop: int) -> torch.Tensor:
-        logits = model(part(case.records, start, stop))
-        asked = sum(map(len, case.sequences[start:stop]))
-        if model.last_input_tokens != asked:
-            raise RuntimeError(f"Open-Jev counts {model.last_input_tokens} tokens in prompts of {asked}")
-        return flat_scores(part(case.records, start, stop), logits)
+    miscounted: list[str] = []
 
-    return observe(text_model(model.backbone), scores, case, with_states)
+    def scores(start: int, stop: int) -> torch.Tensor:
+        records = part(case.records, start, stop)
+        logits = model(records)
+        tokens = sum(map(len, case.sequences[start:stop]))
+        if model.last_input_tokens != tokens:
+            miscounted.append(
+                f"prompts {start} to {stop - 1}: Open-Jev reads {model.last_input_tokens} tokens, not {tokens}"
+            )
+        return flat_scores(records, logits)
+
+    observed = observe(text_model(model.backbone), scores, case, with_states)
+    # A prompt that is longer than ours begins with the same ids.
+    observed.wrong_ids = observed.wrong_ids or next(iter(miscounted), None)
+    return observed
 
 
 def observe(text: Any, scores: Callable[[int, int], torch.Tensor], case: Case, with_states: bool) -> Observed:
@@ -119,10 +127,10 @@ def flat_scores(records: list[dict[str, Any]], logits: list[torch.Tensor]) -> to
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Inside, a bfloat16 `DecisionModel` computes in float32: the golden forward of the same weights.
+    """Inside, a `DecisionModel` computes in float32, whatever its dtype: the golden forward of the same weights.
 
-    One layer at a time holds float32 copies of its weights, which the way back to bfloat16 restores bit for bit. The
-    delta rule is PyTorch's: other kernels multiply float32 as tf32.
+    One layer at a time holds float32 copies of its weights, which the way back restores bit for bit. The delta rule is
+    PyTorch's: other kernels multiply float32 as tf32.
     """
     text = text_model(model.backbone)
     before = torch.get_float32_matmul_precision()

@@ -47,8 +47,8 @@ def render(result: dict[str, Any]) -> str:
         f"{result['checkpoint']}: backend {backend['name']} in {result['dtype']} on {backend['device']}, "
         f"kernels {backend['kernels']}",
         f"{len(requests)} requests, {prompts} prompts of {tokens} tokens, {rows} distinct rows",
-        f"loaded {memory['order']}, {_size(memory['model_bytes'])} each; on the host wait "
-        f"{_size(memory['host_bytes'])} of hidden states",
+        f"loaded {memory['order']}, {_size(memory['model_bytes'])} each where {_size(memory['free_bytes'])} were free; "
+        f"{_size(memory['host_bytes'])} of hidden states wait on the host",
     ]
     left_out = [request["name"] for request in requests if not request["states_compared"]]
     if left_out:

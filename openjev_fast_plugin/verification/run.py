@@ -10,6 +10,7 @@ import gc
 import json
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from openjev_fast_plugin import backend_flag
+from openjev_fast_plugin import backend_flag, plugin
 from openjev_fast_plugin import engine as fast_engine
 from openjev_fast_plugin.console import UsageError, step
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
@@ -110,7 +111,7 @@ def run(
 
     checkpoint: a checkpoint package. requests: JSON files of requests, None for the example and some drawn from seed.
     device: a torch device, None for the first GPU where there is one and the CPU elsewhere.
-    backend: one of BACKENDS. float32: convert both models to it first.
+    backend: one of BACKENDS. float32: convert both models to it first, for backend `fast`.
 
     Returns what the report holds: {passed, failed_level, checkpoint, backend, dtype, requests, memory, tolerances,
     levels: {name: {passed (None: skipped), skipped, failures, ...}}}. Raises UsageError where the checkpoint, a
@@ -121,9 +122,14 @@ def run(
     device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {device}: PyTorch sees no CUDA device here")
+    if float32 and backend != "fast":
+        raise UsageError(
+            f"--float32 verifies backend fast; {backend} runs what kernels the original finds, rounded or not"
+        )
     temperature = _temperature(checkpoint)
     compiled = compile_requests(read_requests(requests) if requests else default_requests(seed))
-    original = _observe_original(checkpoint, device, float32, compiled)
+    free = fast_engine.free_memory(torch.device(device))
+    original = _observe_original(checkpoint, device, float32, backend, compiled)
     with step(f"loading the checkpoint for backend {backend}"):
         model = _load(checkpoint, device, float32)
         try:
@@ -161,6 +167,7 @@ def run(
         ],
         "memory": {
             "order": "one model after the other",
+            "free_bytes": free,
             "model_bytes": original.weight_bytes,
             "host_bytes": sum(
                 original.states_bytes(case)
@@ -201,10 +208,18 @@ def tolerances(dtype: torch.dtype) -> dict[str, str]:
 
 
 def _observe_original(
-    checkpoint: Path, device: str, float32: bool, compiled: list[tuple[str, list[dict[str, Any]]]]
+    checkpoint: Path,
+    device: str,
+    float32: bool,
+    backend: str,
+    compiled: list[tuple[str, list[dict[str, Any]]]],
 ) -> _Original:
+    """backend: UsageError where it refuses the model, before anything takes time."""
     with step("loading the checkpoint for the original"):
         model = _load(checkpoint, device, float32)
+    reason = plugin.find(backend).refusal(model)
+    if reason is not None:
+        raise UsageError(f"backend {backend!r} cannot take this model: {reason}")
     text = text_model(model.backbone)
     cases = tokenize(compiled, model.tokenizer, model.max_length)
     with step("reading the original's weights"):
@@ -223,8 +238,10 @@ def _observe_original(
         original.kept.append(size <= room)
         room -= size if size <= room else 0
     pairs = list(zip(cases, original.kept, strict=True))
-    for case, kept in _progress(pairs, "The original"):
-        original.observed.append(observe_original(model, case, kept))
+    # Where all is float32 already, this keeps other packages' kernels from multiplying it as tf32.
+    with in_float32(model) if original.in_float32 else nullcontext():
+        for case, kept in _progress(pairs, "The original"):
+            original.observed.append(observe_original(model, case, kept))
     if original.in_float32:
         original.golden = [None] * len(cases)
     else:

@@ -1,0 +1,191 @@
+"""The JevBench-shaped workload against running servers: latency pass by pass, and decisions between servers.
+
+    python bench/run_workload.py http://127.0.0.1:8791
+    python bench/run_workload.py fast=http://127.0.0.1:8791 fla=http://127.0.0.1:8792 --sample 40 --device cuda:0
+    python bench/run_workload.py --compare one.json other.json
+
+231 tasks (bench/workloads/jevbench_shaped.py), one request at a time, each on a new connection, the way JevBench asks.
+The first pass meets every shape for the first time; the second shows what is left of that. Several servers are asked in
+turn, task by task, so that a slow spell of the machine meets all. Start a server with --max-length of at least 4096.
+Writes results/<device>/jevbench_shaped.json: rows of scope `pass` and of scope `task` (http_tasks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import write
+from http_tasks import (
+    Client,
+    by_label,
+    compare,
+    decided,
+    figures,
+    latency_table,
+    read_results,
+    render_comparison,
+    results,
+)
+from tqdm import tqdm
+from workloads.jevbench_shaped import Task, tasks
+
+from openjev_fast_plugin.console import say
+
+
+class Run:
+    """What one server answered. mode: its name in the results. chosen: the tasks it is asked."""
+
+    def __init__(self, mode: str, client: Client, server: dict[str, Any], chosen: list[Task]):
+        self.mode = mode
+        self._client, self._server = client, server
+        self.chosen = {task.id for task in chosen}
+        self._tasks: dict[str, dict[str, Any]] = {
+            task.id: {
+                "scope": "task",
+                "mode": mode,
+                "id": task.id,
+                "tier": task.tier,
+                "kind": task.kind,
+                "ms": [],
+                "error": None,
+            }
+            for task in chosen
+        }
+        self.passes: list[dict[str, Any]] = []
+
+    def ask(self, task: Task) -> None:
+        """One task, once more; its row keeps the last answer, or the first error there was."""
+        row = self._tasks[task.id]
+        try:
+            answer, milliseconds = self._client.ask(task.request)
+            row |= decided(by_label(answer["answers"]["decision"]))
+        except (OSError, ValueError, KeyError) as error:
+            row["ms"].append(None)
+            row["error"] = row["error"] or f"{type(error).__name__}: {error}"
+            return
+        row["ms"].append(round(milliseconds, 3))
+        row["input_tokens"] = answer["usage"]["input_tokens"]
+        row["rows_computed"] = answer.get("metadata", {}).get("backend", {}).get("rows_computed")
+
+    def end_pass(self) -> None:
+        """Add up the pass that is over."""
+        times = [row["ms"][-1] for row in self._tasks.values()]
+        good = [each for each in times if each is not None]
+        self.passes.append(
+            {
+                "scope": "pass",
+                "mode": self.mode,
+                "pass": len(self.passes) + 1,
+                "tasks": len(times),
+                "errors": len(times) - len(good),
+                **figures(good),
+                "server": self._server,
+            }
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [*self.passes, *self._tasks.values()]
+
+
+def evenly(chosen: list[Task], count: int | None) -> list[Task]:
+    """So many tasks from the shortest request to the longest, in their order; all of them for None."""
+    if count is None or count >= len(chosen):
+        return chosen
+    by_size = sorted(chosen, key=lambda task: len(json.dumps(task.request)))
+    steps = max(count - 1, 1)
+    kept = {by_size[round(index * (len(by_size) - 1) / steps)].id for index in range(count)}
+    return [task for task in chosen if task.id in kept]
+
+
+def run(
+    endpoints: list[str], count: int | None, sample: int | None, passes: int, keep: bool, seed: int
+) -> list[dict[str, Any]]:
+    """Rows of every server. endpoints: URL or NAME=URL. ValueError or OSError where one cannot be asked at all."""
+    chosen = evenly(tasks(seed), count)
+    runs: list[Run] = []
+    for index, endpoint in enumerate(endpoints):
+        name, _, url = endpoint.rpartition("=")
+        client = Client(url, keep)
+        try:
+            server = client.health()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no server answers at {url}: {error}") from error
+        mode = name or server.get("backend", {}).get("name", "torch")
+        if any(other.mode == mode for other in runs):
+            raise ValueError(f"two servers are named {mode!r}: give them names, such as one={url}")
+        runs.append(Run(mode, client, server, evenly(chosen, sample) if index else chosen))
+    for number in range(passes):
+        for task in tqdm(chosen, f"pass {number + 1} of {passes}", delay=2):
+            for each in runs:
+                if task.id in each.chosen:
+                    each.ask(task)
+        for each in runs:
+            each.end_pass()
+    first = results("this run", runs[0].rows())
+    for each in runs[1:]:
+        found = compare(first, results("this run", each.rows()))
+        for row in each.passes:
+            row["changed_decisions"] = len(found["changed"])
+            row["largest_probability_difference"] = found["largest_probability_difference"]
+    return [row for each in runs for row in each.rows()]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 every task was answered, 1 some were not, 2 the command line or a server cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("endpoint", nargs="*", metavar="[NAME=]URL", help="running servers")
+    parser.add_argument(
+        "--tasks", type=_positive, help="so many tasks, evenly over their sizes (default: all)"
+    )
+    parser.add_argument("--sample", type=_positive, help="so many tasks for the servers after the first")
+    parser.add_argument("--passes", type=_positive, default=2, help="rounds over the tasks (default: 2)")
+    parser.add_argument(
+        "--keep-alive", action="store_true", help="one connection a server (default: one a task)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks (default: 0)")
+    parser.add_argument("--device", default="cpu", help="what the servers compute on (default: cpu)")
+    parser.add_argument("--out", type=Path, help="the results file")
+    parser.add_argument(
+        "--compare", nargs=2, metavar="FILE[:MODE]", help="two results files, task by task; asks no server"
+    )
+    args = parser.parse_args(argv)
+    if bool(args.endpoint) == bool(args.compare):
+        parser.error("give the URL of a server, or --compare with two results files")
+    try:
+        if args.compare:
+            print(render_comparison(*map(read_results, args.compare)))
+            return 0
+        rows = run(args.endpoint, args.tasks, args.sample, args.passes, args.keep_alive, args.seed)
+    except (OSError, ValueError) as error:
+        print(f"run_workload: {error}", file=sys.stderr)
+        return 2
+    passes = [row for row in rows if row["scope"] == "pass"]
+    print(latency_table(passes))
+    for row in passes:
+        if row["pass"] == args.passes and "changed_decisions" in row:
+            print(
+                f"{row['mode']}: {row['changed_decisions']} of {row['tasks']} decisions are not {rows[0]['mode']}'s"
+            )
+    failed = [row for row in rows if row["scope"] == "task" and row["error"]]
+    for row in failed[:5]:
+        say(f"{row['mode']}, {row['id']}: {row['error']}")
+    say(f"wrote {write(torch.device(args.device), 'jevbench_shaped', rows, args.out)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
