@@ -172,11 +172,9 @@ def test_what_is_proposed_is_accepted_and_nothing_else():
     assert not accepts(0, 280, 1024, 2048, 0, 1, (-1,) * 8, 1 << 25)
 
 
-def test_an_algorithm_that_does_not_fit_raises_and_harms_nothing():
+def test_arguments_that_do_not_fit_raise_and_harm_nothing():
     x, weight = normal(280, 2048), normal(1024, 2048)
     run = _cuda.load()["cublaslt_matmul"]
-    with pytest.raises(RuntimeError, match="cublaslt: cublasLtMatmul: CUBLAS_STATUS_"):
-        run(x, weight, 0, 1, (-1,) * 8, 0)
     with pytest.raises(RuntimeError, match="an algorithm is 8 integers, found 7"):
         run(x, weight, 0, 1, (0,) * 7, 0)
     with pytest.raises(RuntimeError, match="there is no form 2"):
