@@ -1,9 +1,12 @@
-"""Compile every kernel for every architecture with nvcc; needs no GPU and no torch.
+"""Compile every kernel for every architecture, and every binding, with nvcc; needs no GPU.
 
     python .ci/compile_kernels.py [sm_90a ...]
 
 Prints one line per kernel (registers on each architecture, shared memory, stack frame, spills) and exits with
 an error where a file does not compile, or where a kernel spills whose header comment promises "no spills".
+
+A binding that does not compile would leave every GPU without kernels, and only a GPU's first start would show it. They
+need headers of torch, of which any build will do, and cublasLt.h, of the toolkit or of the nvidia-cublas wheel.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -97,6 +101,44 @@ def compile_one(nvcc: str, source: Path, architecture: str) -> tuple[list[Kernel
     return parse(done.stderr, source.name, promises_no_spills(source)), ""
 
 
+def compile_binding(nvcc: str, source: Path, torch_folder: Path, cublas: Path) -> str:
+    """The compiler's output where a host file does not compile."""
+    with tempfile.TemporaryDirectory() as scratch:
+        # The one header of torch's that only its CUDA builds have; it says how torch itself was built.
+        missing = Path(scratch) / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+        missing.parent.mkdir(parents=True)
+        missing.touch()
+        flags = [*build.host_flags(source, torch_folder, True, cublas), "-isystem", scratch]
+        command = [
+            nvcc,
+            *flags,
+            "-Xcompiler",
+            "-Werror",
+            "-c",
+            str(source),
+            "-o",
+            str(Path(scratch) / "binding.o"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+    return f"{source.name}:\n{done.stdout}{done.stderr}" if done.returncode else ""
+
+
+def compile_bindings(nvcc: str) -> tuple[int, list[str]]:
+    """How many host files there are, and what failed."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return 0, ["the bindings were not compiled: torch is not installed"]
+    cublas = build.find_cublas(nvcc, "13")
+    if cublas is None:
+        return 0, [f"the bindings were not compiled: no {build.CUBLAS_HEADER}: pip install nvidia-cublas"]
+    found = build.sources(build.source_folder(), ".cpp")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        errors = pool.map(
+            lambda source: compile_binding(nvcc, source, Path(torch.origin).parent, cublas), found
+        )
+    return len(found), [error for error in errors if error]
+
+
 def demangled(names: list[str]) -> list[str]:
     """Kernel names without namespace and arguments; as they are where c++filt is not installed."""
     try:
@@ -140,7 +182,8 @@ def main(architectures: list[str]) -> int:
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda job: compile_one(nvcc, *job), jobs))
-    failures = [error for _, error in results if error]
+    bindings, broken_bindings = compile_bindings(nvcc)
+    failures = [error for _, error in results if error] + broken_bindings
     kernels = [kernel for found, _ in results for kernel in found]
     for kernel, name in zip(kernels, demangled([kernel.name for kernel in kernels]), strict=True):
         kernel.name = name
@@ -149,8 +192,8 @@ def main(architectures: list[str]) -> int:
     for failure in failures:
         print(failure, file=sys.stderr)
     print(
-        f"{len(kernels)} kernels on {len(architectures)} architectures: {len(failures)} compilations failed, "
-        f"{len(broken)} kernels broke their promise of no spills"
+        f"{len(kernels)} kernels on {len(architectures)} architectures, {bindings} bindings: {len(failures)} "
+        f"compilations failed, {len(broken)} kernels broke their promise of no spills"
     )
     return 1 if failures or broken or not kernels else 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
@@ -26,6 +27,10 @@ from pathlib import Path
 from typing import TextIO
 
 LIBRARY = "openjev_fast.so"
+# The one header that the toolkit's installers may leave out, and the one file that includes it.
+CUBLAS_HEADER, CUBLAS_SOURCE = "cublasLt.h", "cublaslt_binding.cpp"
+# Where the toolkit's installer puts it.
+TOOLKIT = Path("/usr/local/cuda")
 OLDEST, NEWEST = (8, 0), (12, 9)
 
 _SUFFIXES = (".cu", ".cuh", ".cpp", ".h")
@@ -92,6 +97,14 @@ def device_flags(source: Path, names: Iterable[str]) -> list[str]:
     return [*DEVICE_FLAGS, *map(gencode, targets(source, names))]
 
 
+def host_flags(source: Path, torch_folder: Path, cxx11_abi: bool, cublas: Path) -> list[str]:
+    """nvcc arguments of one `.cpp` file. torch_folder: of the installed torch. cublas: the folder of cublasLt.h."""
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}"
+    flags = [*_HOST_FLAGS, abi, "-isystem", str(torch_folder / "include")]
+    # Behind the toolkit's own headers, which the wheels' folder may hold another version of.
+    return [*flags, "-isystem", str(cublas)] if source.name == CUBLAS_SOURCE else flags
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """Programs the build runs, and what decides their output."""
@@ -100,11 +113,28 @@ class Toolchain:
     ninja: str
     # Version texts of nvcc and of the host compiler.
     versions: tuple[str, ...]
+    # The folder that holds cublasLt.h.
+    cublas: Path
 
 
 def find_nvcc() -> str | None:
     """nvcc on PATH, or in the place the toolkit's installer uses."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=str(TOOLKIT / "bin"))
+
+
+def find_cublas(nvcc: str | None, major: str) -> Path | None:
+    """The folder of cublasLt.h: of the CUDA toolkit, else of the NVIDIA wheel that torch's builds depend on.
+
+    nvcc: the toolkit's compiler. major: the CUDA version torch was built for.
+    """
+    roots = [Path(nvcc).resolve().parent.parent] if nvcc is not None else []
+    roots.append(TOOLKIT)
+    folders = [folder for root in roots for folder in (root / "include", *root.glob("targets/*/include"))]
+    # A namespace package: wheels of CUDA 13 share one folder in it, before that each has its own.
+    nvidia = importlib.util.find_spec("nvidia")
+    for place in (nvidia.submodule_search_locations or ()) if nvidia is not None else ():
+        folders += [Path(place) / f"cu{major}" / "include", Path(place) / "cublas" / "include"]
+    return next((folder for folder in folders if (folder / CUBLAS_HEADER).is_file()), None)
 
 
 def find_toolchain(names: Iterable[str], cuda_version: str) -> Toolchain:
@@ -115,6 +145,7 @@ def find_toolchain(names: Iterable[str], cuda_version: str) -> Toolchain:
     """
     major = cuda_version.split(".")[0]
     nvcc, host, ninja = find_nvcc(), shutil.which("g++"), _find_ninja()
+    cublas = find_cublas(nvcc, major)
     missing = []
     if nvcc is None:
         missing.append(
@@ -125,7 +156,15 @@ def find_toolchain(names: Iterable[str], cuda_version: str) -> Toolchain:
         missing.append("g++ (looked on PATH): install a C++17 compiler, for example `apt install g++`")
     if ninja is None:
         missing.append("ninja: `pip install ninja`")
-    if nvcc is None or host is None or ninja is None:
+    if cublas is None:
+        package = f"libcublas-dev-{cuda_version.replace('.', '-')}"
+        wheel = "nvidia-cublas" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
+        missing.append(
+            f"{CUBLAS_HEADER} (looked in the CUDA toolkit's include folder and in the NVIDIA wheels beside torch): "
+            f"install the toolkit's cuBLAS development files, for example `apt install {package}`, "
+            f"or `pip install '{wheel}=={major}.*'`"
+        )
+    if nvcc is None or host is None or ninja is None or cublas is None:
         raise BuildError(
             "the CUDA kernels cannot be built; missing:\n  " + "\n  ".join(missing) + f"\nor {NO_COMPILER}"
         )
@@ -144,7 +183,7 @@ def find_toolchain(names: Iterable[str], cuda_version: str) -> Toolchain:
                 f"{nvcc} {release.group(0)} does not know {name}: install a newer CUDA {major}.x toolkit, "
                 f"or {NO_COMPILER}"
             )
-    return Toolchain(nvcc, ninja, (version, _output(host, "--version")))
+    return Toolchain(nvcc, ninja, (version, _output(host, "--version")), cublas)
 
 
 def _find_ninja() -> str | None:
@@ -162,6 +201,15 @@ def _output(*command: str) -> str:
         raise BuildError(f"`{' '.join(command)}` failed: {getattr(error, 'stderr', '') or error}") from error
 
 
+def digest_of(parts: Iterable[str]) -> str:
+    """Twenty characters that change with any of the parts, or where one ends and the next begins."""
+    state = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode()
+        state.update(len(encoded).to_bytes(8, "little") + encoded)
+    return state.hexdigest()[:20]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One library to build: its sources, architectures, compilers, and the torch it links to."""
@@ -176,12 +224,10 @@ class Plan:
     @functools.cached_property
     def ninja_text(self) -> str:
         """The build file; outputs are relative to the folder ninja runs in."""
-        include = [f"-isystem {_in_command(self.torch_folder / 'include')}"]
-        host = [*_HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}", *include]
         link = [
             "-shared --cudart shared",
             f"-L{_in_command(self.torch_folder / 'lib')}",
-            "-lc10 -lc10_cuda -ltorch_cpu",
+            "-lc10 -lc10_cuda -ltorch_cpu -ldl",
         ]
         lines = [
             "ninja_required_version = 1.5",
@@ -196,11 +242,14 @@ class Plan:
         objects = []
         # The slowest file first.
         for source in [*sources(self.folder, ".cpp"), *sources(self.folder, ".cu")]:
-            flags = device_flags(source, self.architectures) if source.suffix == ".cu" else host
+            if source.suffix == ".cu":
+                flags = device_flags(source, self.architectures)
+            else:
+                flags = host_flags(source, self.torch_folder, self.cxx11_abi, self.toolchain.cublas)
             objects.append(f"{source.name}.o")
             lines += [
                 f"build {objects[-1]}: compile {_in_build_line(source)}",
-                f"  flags = {' '.join(flags)}",
+                f"  flags = {' '.join(map(_in_command, flags))}",
             ]
         lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
         return "\n".join(lines)
@@ -208,15 +257,12 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Changes with anything that can change the library."""
-        state = hashlib.sha256()
         parts = [self.ninja_text, self.torch_version, *self.toolchain.versions]
+        parts.append((self.toolchain.cublas / CUBLAS_HEADER).read_text())
         for suffix in _SUFFIXES:
             for source in sources(self.folder, suffix):
                 parts += [source.name, source.read_text()]
-        for part in parts:
-            encoded = part.encode()
-            state.update(len(encoded).to_bytes(8, "little") + encoded)
-        return state.hexdigest()[:20]
+        return digest_of(parts)
 
     @property
     def name(self) -> str:

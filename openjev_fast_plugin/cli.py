@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from openjev_fast_plugin import warmup
 from openjev_fast_plugin.checkpoint import PROFILES, make_checkpoint
 from openjev_fast_plugin.console import UsageError, say
 
@@ -45,10 +48,38 @@ exit status: 0 every level passed, 1 one failed, 2 the command line, a file or t
 """
 
 
+_WARMUP = """\
+Loads a checkpoint as `python -m jev.server --checkpoint DIR --backend fast` does, times every way to compute each of
+its matmuls (PyTorch's, our kernel's, cuBLASLt's algorithms) on the model's own weights, checks the fastest against a
+float32 product, and keeps the choices on disk.
+"""
+_WARMUP_EPILOG = """\
+How many rows a request takes depends on its text and its questions: every answer's metadata says it (rows_computed),
+rounded up to a multiple of 8. A number of rows that was never tuned is computed all the same, in the default way. What
+is known is not measured again, so a second run takes no time; with 64 numbers of rows a first one takes some minutes.
+
+Choices are kept for this GPU, its driver, cuBLAS and this version's kernels: run it again after an update of any of
+them. Servers read them when they start, and compute the same request in the same way, to the last bit, until they end.
+OPENJEV_FAST_TUNING=off leaves them out; =idle makes a server measure what it lacks by itself, between requests.
+
+On a CPU there is nothing to tune, and the command says so.
+
+exit status: 0 done, or nothing to tune; 1 something could not be tuned or kept, and why; 2 the command line was wrong;
+130 interrupted: what was measured by then is kept
+"""
+
+
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def _rows(text: str) -> list[int]:
+    try:
+        return warmup.parse_rows(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--json", action="store_true", help="print one JSON object instead of a path")
     make.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet or is empty")
     _add_verify(commands)
+    _add_warmup(commands)
     return parser
 
 
@@ -138,6 +170,28 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def _add_warmup(commands: Any) -> None:
+    tune = commands.add_parser(
+        "warmup",
+        help="measure the fastest way to compute every matmul of a checkpoint on this GPU, ahead of a server",
+        description=_WARMUP,
+        epilog=_WARMUP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("--checkpoint", type=Path, metavar="DIR", required=True, help="checkpoint package")
+    tune.add_argument(
+        "--rows",
+        type=_rows,
+        metavar="ROWS",
+        default=warmup.DEFAULT_ROWS,
+        help="numbers of rows to tune for: 280, or 72,280, or 8-512 (every 8th), or 512-2048:64 (every 64th), rounded "
+        f"up to multiples of 8 as forwards are (default: {warmup.DEFAULT_ROWS})",
+    )
+    tune.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
+    tune.add_argument("--again", action="store_true", help="measure what is known already once more")
+    tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
 def _demo(args: argparse.Namespace) -> int:
     from openjev_fast_plugin import demo
 
@@ -172,12 +226,25 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if result["passed"] else 1
 
 
+def _warmup(args: argparse.Namespace) -> int:
+    def bar(products: list) -> Iterable:
+        return tqdm(products, "tuning", unit="product", disable=not products)
+
+    result = warmup.run(args.checkpoint, args.device, args.rows, args.again, bar)
+    print(json.dumps(result) if args.json else warmup.render(result))
+    failed = len(result.get("failed", ()))
+    if failed:
+        say(f"openjev-fast warmup: {failed} products could not be tuned")
+    return 1 if failed else 0
+
+
 # What a command returns is the exit status.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "doctor": _doctor,
     "make-checkpoint": _make_checkpoint,
     "verify": _verify,
+    "warmup": _warmup,
 }
 
 

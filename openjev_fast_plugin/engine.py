@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.forest import build_forest, count_rows, split_to_fit
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.graphs import GraphedForward, IdleWork
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
@@ -26,6 +27,7 @@ from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import Settings
+from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
@@ -36,6 +38,8 @@ CUT_ROWS = 4096
 _MOST_REPEATED = 0.05
 
 Part = list[tuple[int, slice]]
+
+_log = logging.getLogger("openjev_fast")
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,19 @@ def refusal(model: Any) -> str | None:
 class PackedForward:
     """Packed forwards of one model's weights on its device, as the scheduler runs them: one at a time.
 
-    portable: what `portable_ops` says of the weights.
+    portable: what `portable_ops` says of the weights. idle_work: done while the device is idle, where forwards are
+    captured.
     """
 
-    def __init__(self, weights: model_weights.Weights, portable: list[str]):
+    def __init__(
+        self, weights: model_weights.Weights, portable: list[str], idle_work: IdleWork | None = None
+    ):
         self.weights = weights
         self.bucket, self.graphs = Bucket(), None
         if not portable:
             # No op synchronises, so a forward can be captured.
             self.bucket = CUDA_BUCKET
-            self.graphs = GraphedForward(partial(forward, weights), weights.device)
+            self.graphs = GraphedForward(partial(forward, weights), weights.device, idle_work=idle_work)
         self._thread: ThreadPoolExecutor | None = None
         if weights.device.type == "cpu":
             # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
@@ -160,10 +167,20 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
+        # None where matmuls are computed in the default way alone.
+        self.tuning: Tuning | None = None
+        if self._portable != ["all"] and settings.tuning != "off":
+            self.tuning = Tuning.of(self._weights)
         default = default_max_rows(self._weights)
         # Not a method: what the scheduler holds must not hold the engine.
         self._max_rows = lambda: settings.max_rows or max(default, model.max_length)
-        self._packed = PackedForward(self._weights, self._portable)
+        idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
+        self._packed = PackedForward(self._weights, self._portable, idle)
+        if settings.tuning == "idle" and self._packed.graphs is None:
+            _log.warning(
+                "openjev-fast: nothing is tuned when idle: forwards are not captured, with %s in PyTorch",
+                ", ".join(self._portable),
+            )
         self._settings = settings
         self.metrics = Metrics()
         alive = weakref.ref(self)
@@ -198,22 +215,26 @@ class FastEngine:
         self.scheduler.on_broken(callback)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for an answer's metadata and for /health; they change only with the model's `max_length`.
+        """Facts for an answer's metadata and for /health; they change with the model's `max_length` and with tuning.
 
-        kernels: what runs the ops; embedding, gathers, and matrix products of many rows are PyTorch's in any case.
+        kernels: what runs the ops; embedding and gathers are PyTorch's in any case. tuned_matmuls: how many products,
+        of one number of rows with one size of weight, have a measured choice; on a GPU only.
         """
         device = self._weights.device
         kernels = "pytorch"
         if self._portable != ["all"]:
             major, minor = torch.cuda.get_device_capability(device)
             kernels = ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
-        return {
+        about = {
             "kernels": kernels,
             "device": str(device),
             "dtype": str(self._weights.dtype).removeprefix("torch."),
             "max_rows": self.max_rows,
             "share_rows": self._settings.share_rows,
         }
+        if self.tuning is not None:
+            about["tuned_matmuls"] = len(self.tuning.entries)
+        return about
 
     def score(self, records: list[dict[str, Any]]) -> Scores:
         """Logits of every record of a request, computed without autograd. Any number of threads may call it.

@@ -15,6 +15,7 @@ from openjev_fast_plugin.ops import (
     head_score,
     linear,
     linear_silu_mul,
+    linear_update,
     tree_attention,
 )
 from openjev_fast_plugin.weights import FullAttentionWeights, LinearAttentionWeights, Shapes, Weights
@@ -45,7 +46,7 @@ def forward(weights: Weights, layout: Layout) -> torch.Tensor:
         if read is not None:
             residual = residual.index_select(0, read)
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
-        update = linear(linear_silu_mul(normed, layer.gate_up), layer.down)
+        update = linear_update(linear_silu_mul(normed, layer.gate_up), layer.down)
     assert update is not None, "a model has layers"
     every = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
     scores = head_score(
@@ -85,7 +86,7 @@ def _linear_attention(
     if read is not None:
         mixed = mixed.index_select(0, read)
     z = z.unflatten(1, (shapes.value_heads, shapes.value_dim))
-    return linear(gated_rms_norm(mixed, z, weights.norm, shapes.eps), weights.output)
+    return linear_update(gated_rms_norm(mixed, z, weights.norm, shapes.eps), weights.output)
 
 
 def _full_attention(
@@ -111,4 +112,4 @@ def _full_attention(
     keys, values = (x.unflatten(1, (shapes.kv_heads, shapes.head_dim)) for x in (keys, values))
     q, k = attention_prepare(q, keys, weights.q_norm, weights.k_norm, *q_rotary, *rotary, shapes.eps)
     mixed = tree_attention(q, k, values, gate, shapes.head_dim**-0.5, plan)
-    return linear(mixed, weights.output)
+    return linear_update(mixed, weights.output)

@@ -4,7 +4,7 @@ A graph launches a whole forward at once; run eagerly, the host takes longer to 
 request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
 when the device is idle, so no request ever waits for its own capture; a server that is never idle captures what is
 asked for often, in a small part of its time. `CapturedAtOnce` captures a shape while its first request waits, and needs
-no thread.
+no thread. What else makes forwards faster when the device is idle is `IdleWork`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
@@ -23,6 +23,8 @@ import torch
 _log = logging.getLogger("openjev_fast")
 
 
+# What is due when no shape is: a piece of the idle work.
+_WORK: tuple[Any, ...] = ()
 # A busy device rests from capturing this many times as long as the last capture took.
 _REST = 9
 
@@ -49,14 +51,32 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 Forward = Callable[[InputsT], torch.Tensor]
 
 
+class IdleWork(Protocol):
+    """Work done piece by piece while the device is idle, whose results forwards read.
+
+    Both are called by whoever holds the device, the device current, under `torch.inference_mode()`.
+    """
+
+    def step(self) -> bool:
+        """Do a piece of some milliseconds; False where there was none to do."""
+
+    def state(self, inputs: Any) -> Hashable:
+        """What a forward of these inputs reads of the results: a graph captured at another state is outdated."""
+
+
 @dataclass
 class _Captured:
-    """A graph with the buffers it reads and writes, and the device memory it holds."""
+    """A graph with the buffers it reads and writes, and the device memory it holds.
+
+    inputs, state: what it was captured for, and at which state of the idle work.
+    """
 
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
     scores: torch.Tensor
     bytes: int
+    inputs: Any = None
+    state: Hashable = None
 
 
 class CapturedGraphs(Generic[InputsT]):
@@ -154,7 +174,9 @@ class CapturedGraphs(Generic[InputsT]):
 class GraphedForward(CapturedGraphs[InputsT]):
     """Answers a new shape eagerly, and captures it when the device is idle.
 
-    idle_seconds: how long no forward has run before a capture starts.
+    idle_seconds: how long no forward has run before a capture, or a piece of idle work, starts.
+    idle_work: done after the captures, from the next eager forward on until nothing is left. An outdated graph is
+        replayed until it has been captured again.
     often: how many times a shape was asked for when it is captured although the device is busy.
     """
 
@@ -168,12 +190,14 @@ class GraphedForward(CapturedGraphs[InputsT]):
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
         often: int = 3,
+        idle_work: IdleWork | None = None,
     ):
         super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
         self._idle_seconds, self._often = idle_seconds, often
         # Shapes to capture, newest last, each with inputs on the host that have the shape, and how often it was asked.
         self._wanted: OrderedDict[tuple[Any, ...], tuple[InputsT, int]] = OrderedDict()
         self._resting_until = 0.0
+        self._idle_work, self._work_left = idle_work, False
         # Wakes the capturing thread.
         self._changed = threading.Condition()
         self._last_use = time.monotonic()
@@ -181,6 +205,9 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
     def __call__(self, inputs: InputsT) -> tuple[torch.Tensor, bool]:
         """Scores [C] of inputs on the host, and whether a graph was replayed."""
+        with self._changed:
+            # A capture or a piece of work that is under way is the last before this forward.
+            self._last_use = time.monotonic()
         with self._device_lock, torch.inference_mode(), self._on_device():
             replayed = self._replay(inputs)
             if replayed is None:
@@ -190,21 +217,30 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 scores = replayed
         with self._changed:
             self._last_use = time.monotonic()
-            if replayed is None and inputs.rows <= self._most_rows:
-                key = inputs.shape_key()
-                asked = self._wanted.pop(key, (inputs, 0))[1] + 1
-                self._wanted[key] = (inputs, asked)
-                if len(self._wanted) > self._most_graphs:
-                    self._wanted.popitem(last=False)
-                self._start_capturing()
+            if replayed is None:
+                self._work_left = self._idle_work is not None
+                if inputs.rows <= self._most_rows:
+                    key = inputs.shape_key()
+                    asked = self._wanted.pop(key, (inputs, 0))[1] + 1
+                    self._wanted[key] = (inputs, asked)
+                    if len(self._wanted) > self._most_graphs:
+                        self._wanted.popitem(last=False)
+                if self._wanted or self._work_left:
+                    self._start_capturing()
         return scores, replayed is not None
 
     def capture(self, inputs: InputsT) -> None:
-        """Capture the shape of inputs now, unless it is captured already. Waits for the device."""
+        """Capture the shape of inputs now, unless its graph is there and not outdated. Waits for the device."""
         with self._device_lock, torch.inference_mode(), self._on_device():
-            if inputs.shape_key() not in self._graphs:
-                self._eager(inputs)
-                self._capture(inputs)
+            key = inputs.shape_key()
+            if key in self._graphs and not self._outdated(self._graphs[key]):
+                return
+            # The memory of an outdated one is free for the new.
+            self._graphs.pop(key, None)
+            self._eager(inputs)
+            self._capture(inputs)
+            if self._idle_work is not None:
+                self._graphs[key].inputs, self._graphs[key].state = inputs, self._idle_work.state(inputs)
 
     def drop(self) -> None:
         """Let go of every graph, and capture none of the shapes asked for so far."""
@@ -213,9 +249,12 @@ class GraphedForward(CapturedGraphs[InputsT]):
         super().drop()
 
     def wait_until_captured(self) -> None:
-        """Block until no shape is waiting for its capture."""
+        """Block until no shape is waiting for its capture and no idle work is left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
+
+    def _outdated(self, captured: _Captured) -> bool:
+        return self._idle_work is not None and self._idle_work.state(captured.inputs) != captured.state
 
     def _start_capturing(self) -> None:
         """Make sure a thread is at work on the wanted shapes; called with `_changed` held."""
@@ -226,7 +265,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def _capture_when_idle(self) -> None:
         while True:
             with self._changed:
-                if not self._wanted:
+                if not self._wanted and not self._work_left:
                     self._capturing = None
                     self._changed.notify_all()
                     return
@@ -234,7 +273,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 if key is None:
                     self._changed.wait(max(self._last_use + self._idle_seconds - time.monotonic(), 1e-3))
                     continue
-                inputs, _ = self._wanted.pop(key)
+                inputs = None if key is _WORK else self._wanted.pop(key)[0]
+                self._work_left = self._work_left and inputs is not None
+            if inputs is None:
+                self._work()
+                continue
             start = time.monotonic()
             try:
                 self.capture(inputs)
@@ -246,14 +289,30 @@ class GraphedForward(CapturedGraphs[InputsT]):
             self._resting_until = end + _REST * (end - start)
 
     def _due(self) -> tuple[Any, ...] | None:
-        """The shape to capture now, if any; called with `_changed` held."""
+        """The shape to capture now, or `_WORK`, if any; called with `_changed` held."""
         now = time.monotonic()
         if now >= self._last_use + self._idle_seconds:
-            return next(reversed(self._wanted))
+            return next(reversed(self._wanted), _WORK)
         if now < self._resting_until:
             return None
         often = (key for key, (_, asked) in reversed(self._wanted.items()) if asked >= self._often)
         return next(often, None)
+
+    def _work(self) -> None:
+        """A piece of the idle work; the shapes whose graphs it has outdated are wanted again."""
+        assert self._idle_work is not None
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            try:
+                done = self._idle_work.step()
+            except Exception:
+                # The thread lives on, for captures; the next eager forward tries the work again.
+                _log.exception("openjev-fast: work for an idle device failed")
+                done = False
+            outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
+        with self._changed:
+            self._work_left |= done
+            for key, inputs in outdated.items():
+                self._wanted.setdefault(key, (inputs, 0))
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 BACKEND_VARIABLE = "OPENJEV_BACKEND"
 MAX_ROWS_VARIABLE = "OPENJEV_FAST_MAX_ROWS"
+TUNING_VARIABLE = "OPENJEV_FAST_TUNING"
 SHARE_ROWS_VARIABLE = "OPENJEV_FAST_SHARE_ROWS"
 QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
 QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
@@ -26,6 +27,10 @@ _MOST_WAIT_US = 1000
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
+
+# Whether measured choices decide how matmuls are computed on a GPU: not at all, those there are when the server starts,
+# or also those made while it is idle.
+TUNING = ("off", "tables", "idle")
 
 
 class BackendError(RuntimeError):
@@ -52,6 +57,9 @@ class Settings:
     wait_us: int = 0
     # The file that a line is appended to for every HTTP request; None: there is no such log.
     access_log: str | None = None
+    # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
+    # makes none while it serves: the same request gives the same bits from a server's start to its end.
+    tuning: str = "tables"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
@@ -63,7 +71,12 @@ class Settings:
             "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
         }
         given = {name: value for name, value in numbers.items() if value is not None}
-        return cls(**given, access_log=_value(environ, ACCESS_LOG_VARIABLE))
+        tuning = _value(environ, TUNING_VARIABLE) or cls.tuning
+        if tuning not in TUNING:
+            raise BackendError(
+                f"{TUNING_VARIABLE} must be {', '.join(TUNING[:-1])} or {TUNING[-1]}, found {reprlib.repr(tuning)}"
+            )
+        return cls(**given, access_log=_value(environ, ACCESS_LOG_VARIABLE), tuning=tuning)
 
 
 def resolve(

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "binding.cpp").write_text("// binding\n")
+    (sources / build.CUBLAS_SOURCE).write_text("// needs cuBLAS\n")
     (sources / "plain.cu").write_text("// Computes: nothing.\n")
     (sources / "wide.cu").write_text("// Launcher.\n")
     (sources / "wide.cuh").write_text(
@@ -38,8 +40,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(folder: Path) -> build.Plan:
-    tools = build.Toolchain("/opt/cuda/bin/nvcc", "/usr/bin/ninja", ("nvcc 13.0", "g++ 12"))
+def cublas(tmp_path: Path) -> Path:
+    include = tmp_path / "cuda" / "include"
+    include.mkdir(parents=True)
+    (include / build.CUBLAS_HEADER).write_text("// 13.1\n")
+    return include
+
+
+@pytest.fixture
+def plan(folder: Path, cublas: Path) -> build.Plan:
+    tools = build.Toolchain("/opt/cuda/bin/nvcc", "/usr/bin/ninja", ("nvcc 13.0", "g++ 12"), cublas)
     return build.Plan(folder, ("sm_80", "sm_90"), tools, Path("/opt/py/torch"), "2.11.0+cu130")
 
 
@@ -95,7 +105,12 @@ def test_ninja_text_compiles_each_file_with_its_flags_and_links_all(plan):
     assert "-D_GLIBCXX_USE_CXX11_ABI=1" in flags_of("binding.cpp")
     # Device code never sees a torch header.
     assert "torch" not in flags_of("plain.cu")
-    assert f"build {build.LIBRARY}: link binding.cpp.o plain.cu.o wide.cu.o" in lines
+    assert "cuda/include" in flags_of(build.CUBLAS_SOURCE)
+    assert "cuda/include" not in flags_of("binding.cpp") + flags_of("plain.cu")
+    objects = f"binding.cpp.o {build.CUBLAS_SOURCE}.o plain.cu.o wide.cu.o"
+    assert f"build {build.LIBRARY}: link {objects}" in lines
+    # Its functions are found in the library that torch has loaded.
+    assert "cublas" not in " ".join(line for line in lines if "-shared" in line)
     assert "-L/opt/py/torch/lib" in plan.ninja_text
 
 
@@ -108,7 +123,7 @@ def test_unusual_paths_survive_ninja_and_the_shell(plan, tmp_path):
     assert f"compile {tmp_path}/my$ $$src$:$ 1/binding.cpp" in text
 
 
-def test_digest_changes_with_everything_that_decides_the_library(plan, folder):
+def test_digest_changes_with_everything_that_decides_the_library(plan, folder, cublas):
     again = replace(plan)
     assert again.digest == plan.digest
     tools = plan.toolchain
@@ -122,6 +137,9 @@ def test_digest_changes_with_everything_that_decides_the_library(plan, folder):
     digests = {plan.digest, *(other.digest for other in others)}
     assert len(digests) == len(others) + 1
     (folder / "wide.cuh").write_text((folder / "wide.cuh").read_text() + "// more\n")
+    assert replace(plan).digest not in digests
+    digests.add(replace(plan).digest)
+    (cublas / build.CUBLAS_HEADER).write_text("// 13.2\n")
     assert replace(plan).digest not in digests
 
 
@@ -149,12 +167,52 @@ def test_bindings_use_no_iostreams():
 def test_one_message_lists_everything_missing(monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(build, "_find_ninja", lambda: None)
+    monkeypatch.setattr(build, "find_cublas", lambda nvcc, major: None)
     with pytest.raises(build.BuildError) as error:
         build.find_toolchain(["sm_90"], "13.0")
     message = str(error.value)
+    assert "cublasLt.h" in message and "libcublas-dev-13-0" in message and "'nvidia-cublas==13.*'" in message
     assert "nvcc" in message and "CUDA toolkit 13.x" in message and "developer.nvidia.com" in message
     assert "g++" in message and "apt install g++" in message and "pip install ninja" in message
     assert message.endswith("or serve with --backend graph, which needs no compiler")
+
+
+def test_the_header_alone_may_be_missing(monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name, path=None: f"/bin/{name}")
+    monkeypatch.setattr(build, "find_cublas", lambda nvcc, major: None)
+    with pytest.raises(build.BuildError) as error:
+        build.find_toolchain(["sm_90"], "12.8")
+    (missing,) = (line for line in str(error.value).splitlines() if line.startswith("  "))
+    assert missing.startswith("  cublasLt.h (looked in") and "libcublas-dev-12-8" in missing
+    assert "'nvidia-cublas-cu12==12.*'" in missing
+
+
+@pytest.mark.parametrize(
+    "place, found",
+    [
+        ("toolkit/include", True),
+        ("toolkit/targets/x86_64-linux/include", True),
+        ("site/nvidia/cu13/include", True),
+        ("site/nvidia/cublas/include", True),
+        ("site/nvidia/cu12/include", False),
+    ],
+)
+def test_the_header_is_found_in_the_toolkit_and_in_the_wheels(tmp_path, monkeypatch, place, found):
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / build.CUBLAS_HEADER).touch()
+    (tmp_path / "toolkit" / "bin").mkdir(parents=True)
+    site = SimpleNamespace(submodule_search_locations=[str(tmp_path / "site" / "nvidia")])
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: site)
+    monkeypatch.setattr(build, "TOOLKIT", tmp_path / "nowhere")
+    folder = build.find_cublas(str(tmp_path / "toolkit" / "bin" / "nvcc"), "13")
+    assert folder == (tmp_path / place if found else None)
+    # The toolkit's own comes first.
+    (tmp_path / "toolkit" / "include").mkdir(exist_ok=True)
+    (tmp_path / "toolkit" / "include" / build.CUBLAS_HEADER).touch()
+    assert (
+        build.find_cublas(str(tmp_path / "toolkit" / "bin" / "nvcc"), "13")
+        == tmp_path / "toolkit" / "include"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,6 +227,7 @@ def test_one_message_lists_everything_missing(monkeypatch):
 def test_toolkits_that_do_not_fit_are_refused(monkeypatch, release, codes, message):
     answers = {"--version": release, "--list-gpu-code": codes}
     monkeypatch.setattr(build.shutil, "which", lambda name, path=None: f"/bin/{name}")
+    monkeypatch.setattr(build, "find_cublas", lambda nvcc, major: Path("/usr/local/cuda/include"))
     monkeypatch.setattr(build, "_output", lambda program, option: answers[option])
     with pytest.raises(build.BuildError, match=message) as error:
         build.find_toolchain(["sm_90"], "13.0")

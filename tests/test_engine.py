@@ -264,6 +264,15 @@ def test_no_records_are_refused_as_the_original_does(engine, original):
             score([])
 
 
+def test_tuning_when_idle_is_not_promised_where_it_cannot_be(tiny_checkpoint, caplog):
+    for tuning, said in (("off", False), ("tables", False), ("idle", True)):
+        caplog.clear()
+        engine = engine_of(tiny_checkpoint, settings=Settings(tuning=tuning))
+        assert ("nothing is tuned when idle" in caplog.text) is said
+        # Off the GPU there is nothing to choose.
+        assert engine.tuning is None and "tuned_matmuls" not in engine.describe()
+
+
 def test_max_rows_follow_memory_and_never_fall_below_max_length(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(engine_module, "_available_memory", lambda: 0)
     engine = engine_of(tiny_checkpoint)

@@ -39,6 +39,7 @@ def test_matmuls_are_those_that_run(layers, monkeypatch):
     layout = build_layout(build_forest(sequences), Bucket(rows=8, reads=8))
     # The counter knows PyTorch's products and does not look into ours.
     monkeypatch.setattr(forward_module, "linear", F.linear)
+    monkeypatch.setattr(forward_module, "linear_update", F.linear)
     monkeypatch.setattr(forward_module, "linear_silu_mul", lambda x, weight: silu_mul(F.linear(x, weight)))
     assert packed_work(shapes, layout).matmul == counted(lambda: forward(weights, layout))
 

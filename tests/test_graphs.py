@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -139,3 +141,130 @@ def test_a_shape_is_captured_once_however_often_it_is_asked_to():
     graphs.capture(Row.of(2))
     assert graphs.counts == {"replays": 0, "eager": 0, "captures": 1, "evictions": 0}
     assert graphs(Row.of(3)) == (torch.tensor([6.0]), True)
+
+
+class Doubling:
+    """Idle work of some steps, after each of which forwards of one size double once more."""
+
+    def __init__(self, *sizes: int):
+        self.sizes = list(sizes)
+        self.factor: dict[int, int] = {}
+        self.steps = 0
+
+    def step(self) -> bool:
+        assert torch.is_inference_mode_enabled()
+        if not self.sizes:
+            return False
+        self.steps += 1
+        size = self.sizes.pop(0)
+        self.factor[size] = 2 * self.factor.get(size, 1)
+        return True
+
+    def state(self, inputs: Row) -> int:
+        return self.factor.get(inputs.rows, 1)
+
+    def forward(self, inputs: Row) -> torch.Tensor:
+        # As a captured graph does, a recorded one keeps the factor it was captured with.
+        return self.state(inputs) * inputs.values
+
+
+def frozen_captures(monkeypatch, work: Doubling) -> None:
+    record = CapturedGraphs._captured
+
+    def captured(self, inputs):
+        factor, forward = work.state(inputs), self._forward
+        self._forward = lambda row: factor * row.values
+        try:
+            return record(self, inputs)
+        finally:
+            self._forward = forward
+
+    monkeypatch.setattr(CapturedGraphs, "_captured", captured)
+
+
+def test_idle_work_is_done_after_captures_and_outdated_graphs_are_captured_again(monkeypatch):
+    work = Doubling(1, 3, 1)
+    frozen_captures(monkeypatch, work)
+    graphs = GraphedForward(work.forward, CPU, idle_seconds=0.0, idle_work=work)
+    assert graphs(Row.of(1))[1] is False and graphs(Row.of(1, 2))[1] is False
+    graphs.wait_until_captured()
+    assert work.steps == 3 and not work.sizes
+    # Twice the work changed forwards of one row, once of three, which nobody asked for.
+    assert graphs.counts["captures"] == 4 and len(graphs._graphs) == 2
+    assert graphs(Row.of(5)) == (torch.tensor([20.0]), True)
+    scores, replayed = graphs(Row.of(5, 6))
+    assert torch.equal(scores, torch.tensor([5.0, 6.0])) and replayed
+    # Nothing is left: replays start no work.
+    work.sizes = [2]
+    graphs(Row.of(5, 6))
+    graphs.wait_until_captured()
+    assert work.steps == 3
+    # A new shape does, and is captured first.
+    graphs(Row.of(1, 2, 3))
+    graphs.wait_until_captured()
+    assert work.steps == 4 and graphs(Row.of(5, 6))[0].tolist() == [10.0, 12.0]
+
+
+def test_an_outdated_graph_is_replayed_until_it_has_been_captured_again(monkeypatch):
+    work = Doubling()
+    frozen_captures(monkeypatch, work)
+    graphs = GraphedForward(work.forward, CPU, idle_seconds=0.0, idle_work=work)
+    graphs.capture(Row.of(1))
+    work.factor[1] = 2
+    assert graphs(Row.of(7)) == (torch.tensor([7.0]), True)
+    graphs.capture(Row.of(1))
+    assert graphs(Row.of(7)) == (torch.tensor([14.0]), True)
+    graphs.capture(Row.of(1))
+    assert graphs.counts["captures"] == 2
+
+
+def test_idle_work_waits_for_requests_between_its_steps():
+    asked = []
+
+    def ask() -> None:
+        asked.append(graphs(Row.of(1))[1])
+
+    class Patient(Doubling):
+        def step(self) -> bool:
+            done = super().step()
+            if done:
+                # A request comes in while a piece runs: the next piece waits until the device has been idle again.
+                thread, before = threading.Thread(target=ask), graphs._last_use
+                thread.start()
+                while graphs._last_use == before:
+                    time.sleep(0.001)
+                running.append((thread, time.monotonic()))
+            return done
+
+    running: list = []
+    work = Patient(5, 5)
+    graphs = GraphedForward(work.forward, CPU, idle_seconds=0.05, idle_work=work)
+    graphs(Row.of(1))
+    graphs.wait_until_captured()
+    assert work.steps == 2 and running[1][1] - running[0][1] >= 0.045
+    for thread, _ in running:
+        thread.join()
+    assert asked == [True, True]
+
+
+def test_large_inputs_are_not_captured_but_start_the_work():
+    work = Doubling(4)
+    graphs = GraphedForward(work.forward, CPU, idle_seconds=0.0, most_rows=2, idle_work=work)
+    graphs(Row.of(1, 2, 3, 4))
+    graphs.wait_until_captured()
+    assert work.steps == 1 and graphs.counts["captures"] == 0
+
+
+def test_work_that_fails_is_logged_and_captures_go_on(caplog):
+    class Failing(Doubling):
+        def step(self) -> bool:
+            if self.sizes:
+                self.sizes.pop()
+                raise TypeError("a mistake")
+            return False
+
+    graphs = GraphedForward(doubled, CPU, idle_seconds=0.0, idle_work=Failing(1))
+    for row in (Row.of(1), Row.of(1, 2)):
+        graphs(row)
+        graphs.wait_until_captured()
+    assert graphs.counts["captures"] == 2 and "a mistake" in caplog.text

@@ -67,6 +67,25 @@ def test_max_rows_that_is_no_positive_integer(value):
     assert repr(value) in str(caught.value)
 
 
+def test_tuning():
+    assert Settings().tuning == Settings.read({}).tuning == Settings.read({"OPENJEV_FAST_TUNING": " "}).tuning
+    # Answers are decisions: nothing changes how they are computed while a server runs, unless somebody asks for it.
+    assert Settings().tuning == "tables"
+    for value in ("off", "tables", "idle"):
+        assert Settings.read({"OPENJEV_FAST_TUNING": value, "OPENJEV_FAST_MAX_ROWS": "9"}) == Settings(
+            max_rows=9, tuning=value
+        )
+
+
+@pytest.mark.parametrize("value", ["on", "IDLE", "1"])
+def test_tuning_that_is_none_of_its_values(value):
+    with pytest.raises(
+        BackendError, match="OPENJEV_FAST_TUNING must be off, tables or idle, found"
+    ) as caught:
+        Settings.read({"OPENJEV_FAST_TUNING": value})
+    assert repr(value) in str(caught.value)
+
+
 def test_the_queue_and_who_shares_a_forward():
     read = Settings.read(
         {

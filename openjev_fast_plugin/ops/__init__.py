@@ -8,7 +8,14 @@ from openjev_fast_plugin.ops.delta_rule import DeltaPlan, delta_rule, delta_rule
 from openjev_fast_plugin.ops.gate_mul import gate_mul, gate_mul_ref
 from openjev_fast_plugin.ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from openjev_fast_plugin.ops.head_score import head_score, head_score_ref
-from openjev_fast_plugin.ops.linear import linear, linear_ref, linear_silu_mul, linear_silu_mul_ref
+from openjev_fast_plugin.ops.linear import (
+    linear,
+    linear_ref,
+    linear_silu_mul,
+    linear_silu_mul_ref,
+    linear_update,
+    linear_update_ref,
+)
 from openjev_fast_plugin.ops.silu_mul import silu_mul, silu_mul_ref
 from openjev_fast_plugin.ops.tree_attention import (
     AttentionPlan,
@@ -38,6 +45,8 @@ __all__ = [
     "linear_ref",
     "linear_silu_mul",
     "linear_silu_mul_ref",
+    "linear_update",
+    "linear_update_ref",
     "plan_attention",
     "plan_delta_rule",
     "silu_mul",

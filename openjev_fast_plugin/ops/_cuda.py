@@ -1,4 +1,4 @@
-"""CUDA implementations of the public ops that have a hand-written kernel.
+"""CUDA implementations of the public ops: hand-written kernels, and for products whichever way is chosen.
 
 The kernels take bfloat16. float32 tensors on CUDA go to the op's portable implementation by design: float32
 is the precision of golden comparisons, not one to serve in. So do shapes that a kernel has no instance for, as
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 
 from openjev_fast_plugin import build
 from openjev_fast_plugin.ops import linear
+from openjev_fast_plugin.ops._choices import Choice
 from openjev_fast_plugin.ops._library import NAMESPACE
+from openjev_fast_plugin.ops.silu_mul import silu_mul
 
-# Names in torch.ops.openjev_fast_cuda.
+# Names in torch.ops.openjev_fast_cuda: of the public ops of the same names, and of what `compute` chooses from.
 _KERNELS = (
     "add_rms_norm",
     "attention_prepare",
@@ -28,9 +30,15 @@ _KERNELS = (
     "gate_mul",
     "gated_rms_norm",
     "head_score",
-    "linear_sm90",
     "silu_mul",
     "tree_attention",
+)
+_PRODUCTS = (
+    "cublaslt_accepts",
+    "cublaslt_algorithms",
+    "cublaslt_matmul",
+    "cublaslt_version",
+    "linear_sm90",
 )
 _LIBRARY = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 
@@ -43,7 +51,20 @@ def load() -> dict[str, Callable]:
     """
     torch.ops.load_library(str(build.build()))
     kernels = torch.ops.openjev_fast_cuda
-    return {name: getattr(kernels, name).default for name in _KERNELS}
+    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS)}
+
+
+def compute(op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One op of `ops.linear` in one way. x: [N, K], weight: [O, K], bfloat16 on one CUDA device."""
+    if choice.way == "kernel":
+        product = load()["linear_sm90"](x, weight, choice.fused, choice.tile, choice.parts)
+    elif choice.way == "cublaslt":
+        product = load()["cublaslt_matmul"](
+            x, weight, choice.form, choice.partials, choice.algorithm, choice.workspace
+        )
+    else:
+        product = F.linear(x, weight)
+    return silu_mul(product) if op == "linear_silu_mul" and not choice.fused else product
 
 
 def _register(name: str) -> None:
@@ -58,16 +79,23 @@ def _register(name: str) -> None:
     _LIBRARY.impl(name, implementation)
 
 
-def _register_linear(name: str, portable: Callable, silu: bool) -> None:
+def _product(op: str) -> Callable:
     def implementation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        tile = linear._kernel_tile_of(x, weight, silu) if x.dtype is torch.bfloat16 else None
-        return portable(x, weight) if tile is None else load()["linear_sm90"](x, weight, silu, *tile)
+        return compute(op, linear._choice(op, x, weight), x, weight)
 
-    _LIBRARY.impl(name, implementation)
+    return implementation
+
+
+def _linear_update(x: torch.Tensor, weight: torch.Tensor, partials: int) -> torch.Tensor:
+    choice = linear._choice("linear_update", x, weight)
+    if choice.partials != partials:
+        # The op was called with a number of its own, or tensors that the way chosen for their shape does not take.
+        return linear._portable_update(x, weight, partials)
+    return compute("linear_update", choice, x, weight)
 
 
 for _name in _KERNELS:
-    if _name != "linear_sm90":
-        _register(_name)
-_register_linear("linear", F.linear, silu=False)
-_register_linear("linear_silu_mul", linear._portable_silu_mul, silu=True)
+    _register(_name)
+for _name in ("linear", "linear_silu_mul"):
+    _LIBRARY.impl(_name, _product(_name))
+_LIBRARY.impl("linear_update", _linear_update)

@@ -10,7 +10,7 @@ the output's largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,16 @@ def _linear_silu_mul(call: Call) -> Iterator[Measure]:
     yield from _no_further("product", call.outputs[0][picked], F.silu(gate) * up, others)
 
 
+def _linear_update(call: Call) -> Iterator[Measure]:
+    x, weight, partials = call.arguments
+    if partials == 1:
+        yield from _linear(replace(call, arguments=(x, weight)))
+        return
+    picked = _picked(len(x), _PRODUCT_ROWS).to(x.device)
+    # Partial sums are not rounded before the residual add.
+    yield _close("sum of the partial sums", call.outputs[0].sum(0)[picked], _product(x[picked], weight))
+
+
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.double() @ block.double().t() for block in weight.split(_BLOCK)], dim=1)
 
@@ -349,6 +359,7 @@ _CHECKS: dict[str, Callable[[Call], Iterator[Measure]]] = {
     "head_score": _head_score,
     "linear": _linear,
     "linear_silu_mul": _linear_silu_mul,
+    "linear_update": _linear_update,
     "silu_mul": _silu_mul,
     "tree_attention": _tree_attention,
 }

@@ -71,7 +71,7 @@ class PackedRun:
             layer = self._started(op, arguments) or layer
             if layer in self.layers:
                 place = f"layer {layer}"
-                if op in ("linear", "linear_silu_mul"):
+                if op in ("linear", "linear_silu_mul", "linear_update"):
                     place = self._roles.get(arguments[1].untyped_storage().data_ptr(), place)
                 portable = self._portable == ["all"] or op in self._portable
                 result = self.results.setdefault(op, OpResult())

@@ -47,7 +47,7 @@ def product_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
     for rows in (5, 72):
         for features, columns in ((200, 192), (400, 1536)):
             x, weight = normal(rows, columns, device=device), normal(features, columns, device=device)
-            for op in (ops.linear, ops.linear_silu_mul):
+            for op in (ops.linear, ops.linear_silu_mul, ops.linear_update):
                 yield f"{op.__name__}, {rows} rows, {features} x {columns}", partial(op, x, weight)
 
 

@@ -164,7 +164,7 @@ def test_a_new_shape_is_answered_eagerly_and_captured_when_idle(weights):
 def test_a_busy_device_captures_what_is_asked_for_often(weights):
     graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=1000.0, often=5)
     often, seldom = layout_of("noul_70"), layout_of("example")
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 120.0
     with torch.inference_mode():
         expected = forward(weights, often.to(DEVICE))
         assert not graphs(seldom)[1]

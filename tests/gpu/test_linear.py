@@ -8,12 +8,8 @@ import torch.nn.functional as F
 from comparison import relative_l2
 
 from openjev_fast_plugin.ops import _cuda, add_rms_norm, linear, linear_silu_mul, silu_mul
-from openjev_fast_plugin.ops.linear import (
-    _SILU_TILES,
-    _TILES,
-    KERNEL_ROWS,
-    _kernel_tile_of,
-)
+from openjev_fast_plugin.ops._choices import PYTORCH
+from openjev_fast_plugin.ops.linear import KERNEL_ROWS, SILU_TILES, TILES, _choice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +42,7 @@ def seeded():
 
 
 @pytest.mark.parametrize("features, columns", SHAPES)
-@pytest.mark.parametrize("tile, parts", _TILES)
+@pytest.mark.parametrize("tile, parts", TILES)
 def test_products_err_no_more_than_cublas(tile, parts, features, columns):
     if columns % (64 * parts):
         pytest.skip("parts of whole steps only")
@@ -61,7 +57,7 @@ def test_products_err_no_more_than_cublas(tile, parts, features, columns):
 
 
 @pytest.mark.parametrize("width, columns", [(17408, 5120), (12288, 4096), (6144, 2048), (200, 512), (8, 64)])
-@pytest.mark.parametrize("tile, parts", _SILU_TILES)
+@pytest.mark.parametrize("tile, parts", SILU_TILES)
 def test_gated_products_err_no_more_than_one_by_one(tile, parts, width, columns):
     gate_up = normal(2 * width, columns, scale=columns**-0.5)
     for rows in ROWS:
@@ -87,7 +83,7 @@ def test_rows_of_x_do_not_reach_each_other():
 
 @pytest.mark.parametrize("op", [linear, linear_silu_mul])
 def test_what_the_kernel_does_not_take_is_pytorchs(op):
-    weight, silu = normal(64, 128), op is linear_silu_mul
+    weight, silu, name = normal(64, 128), op is linear_silu_mul, op.__name__
     for x, w in (
         (normal(KERNEL_ROWS + 1, 128), weight),
         (normal(8, 130)[:, 1:129], weight),
@@ -95,10 +91,10 @@ def test_what_the_kernel_does_not_take_is_pytorchs(op):
         (normal(8, 128), normal(128, 64).t()),
         (normal(8, 72), normal(64, 72)),
     ):
-        assert _kernel_tile_of(x, w, silu) is None
+        assert _choice(name, x, w) == PYTORCH
         expected = F.linear(x, w)
         assert torch.equal(op(x, w), silu_mul(expected) if silu else expected)
-    assert _kernel_tile_of(normal(8, 128), weight, silu) is not None
+    assert _choice(name, normal(8, 128), weight).way == "kernel"
 
 
 def test_products_wait_for_what_they_multiply():

@@ -1,0 +1,110 @@
+"""How products with a weight are computed on a device: looked up by `ops.linear`, filled in by the tuner.
+
+Without choices for a device every product has the default way. Standard library only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+OPS = ("linear", "linear_silu_mul", "linear_update")
+# Products noted as wanted, at most: a server that makes no choices forgets none.
+_MOST_WANTED = 4096
+
+
+class Product(NamedTuple):
+    """One op of `ops.linear` on x [rows, columns] and a weight [features, columns], bfloat16."""
+
+    op: str
+    rows: int
+    features: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to compute a product.
+
+    way: "pytorch" is `F.linear`, "kernel" csrc/linear_sm90.cuh, "cublaslt" one algorithm of cuBLASLt.
+    tile, parts: of the kernel. fused: the kernel computes the MLP's activation as well.
+    form, partials, workspace, algorithm: of csrc/cublaslt_binding.cpp. partials: parts of the columns whose float32
+        sums are left to the op that reads the product; 1: there are none, the product is bfloat16.
+    """
+
+    way: Literal["pytorch", "kernel", "cublaslt"]
+    tile: int = 0
+    parts: int = 1
+    fused: bool = False
+    form: int = 0
+    partials: int = 1
+    workspace: int = 0
+    algorithm: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.way == "kernel":
+            parts = f" in {self.parts} parts" if self.parts > 1 else ""
+            return f"kernel, tiles of {self.tile}{parts}{', activation fused' if self.fused else ''}"
+        if self.way == "cublaslt":
+            name = zlib.crc32(repr(self.algorithm).encode())
+            sums = f", {self.partials} partial sums" if self.partials > 1 else ""
+            return f"cuBLASLt {name:08x}, {('weight', 'rows')[self.form]} first{sums}"
+        return "F.linear"
+
+
+PYTORCH = Choice("pytorch")
+
+
+class Choices:
+    """The choices of one device. Any thread may look up; choices are made while no forward runs on the device.
+
+    wanted: products that were asked for and have no choice, in the order of the first time; the first few thousand.
+    """
+
+    def __init__(self, chosen: Mapping[Product, Choice] | None = None):
+        self._chosen = dict(chosen or {})
+        self._changes: Counter[int] = Counter()
+        self.wanted: dict[Product, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __contains__(self, product: Product) -> bool:
+        return product in self._chosen
+
+    def find(self, product: Product) -> Choice | None:
+        """The choice for a product; one without is noted as wanted."""
+        found = self._chosen.get(product)
+        if found is None and product not in self.wanted and len(self.wanted) < _MOST_WANTED:
+            self.wanted[product] = None
+        return found
+
+    def choose(self, product: Product, choice: Choice, default: Choice) -> None:
+        """Compute a product this way from now on. default: how it is computed without a choice."""
+        if self._chosen.get(product, default) != choice:
+            self._changes[product.rows] += 1
+        self._chosen[product] = choice
+        self.wanted.pop(product, None)
+
+    def state(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Changes when the way of any product of these numbers of rows does."""
+        return tuple(self._changes[count] for count in rows)
+
+
+_of_device: dict[int, Choices] = {}
+
+
+def install(device: int, choices: Choices | None) -> None:
+    """Make these the choices of a CUDA device, by its index; None: take them away."""
+    if choices is None:
+        _of_device.pop(device, None)
+    else:
+        _of_device[device] = choices
+
+
+def installed(device: int) -> Choices | None:
+    """The choices of a CUDA device, by its index."""
+    return _of_device.get(device)

@@ -1,0 +1,232 @@
+"""Files of choices that the tuner made: which device and library they are for, their form, and safe writing.
+
+A file is `{"format": 1, "tables": [...]}`; a table has the facts it was measured under and its products. One such file
+is part of the package (`matmuls.json`), the others are kept per user, one for each set of facts. A choice made under
+other facts is never read: an algorithm of cuBLASLt means something to its own version only, and what is fastest changes
+with the device, its driver and our kernels. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from openjev_fast_plugin import build
+from openjev_fast_plugin.ops._choices import OPS, Choice, Product
+
+FORMAT = 1
+# The table that comes with the package.
+SHIPPED = Path(__file__).with_name("matmuls.json")
+# Sources that decide what a choice means and how long it takes.
+_KERNEL_SOURCES = (
+    "add_rms_norm.cu",
+    "add_rms_norm.cuh",
+    "common.cuh",
+    "cublaslt_binding.cpp",
+    "linear_sm90.cu",
+    "linear_sm90.cuh",
+    "residual.cuh",
+    "silu_mul.cu",
+    "silu_mul.cuh",
+    "tensor_map.h",
+    "wgmma.cuh",
+)
+
+_log = logging.getLogger("openjev_fast")
+
+
+class Facts(NamedTuple):
+    """What a choice depends on, each as text.
+
+    device: the GPU's name. driver: NVIDIA's driver. cublas: version of cuBLASLt. kernels: digest of our own sources.
+    """
+
+    device: str
+    driver: str
+    cublas: str
+    kernels: str
+
+    @property
+    def file_name(self) -> str:
+        """The name of this set's file."""
+        slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        return f"{slug}-{build.digest_of(self)}.json"
+
+    def __str__(self) -> str:
+        return f"{self.device}, driver {self.driver}, cuBLAS {self.cublas}, kernels {self.kernels}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured of a product, together with the op that reads it.
+
+    us, default_us: median microseconds of the way chosen, and of the way without a choice. rel_l2, pytorch_rel_l2:
+    relative L2 error of the way chosen, and of `F.linear`, against a float32 product.
+    """
+
+    choice: Choice
+    us: float
+    default_us: float
+    rel_l2: float
+    pytorch_rel_l2: float
+
+
+Entries = Mapping[Product, Entry]
+
+
+def kernels_digest() -> str:
+    """Digest of the sources that decide what a choice means and how long it takes."""
+    folder = build.source_folder()
+    return build.digest_of(part for name in _KERNEL_SOURCES for part in (name, (folder / name).read_text()))
+
+
+def read(path: Path) -> dict[Facts, dict[Product, Entry]]:
+    """Every table of a file. OSError where it cannot be read, ValueError, naming the file, where it is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r} instead of {FORMAT}")
+        return dict(map(_table, content["tables"]))
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no table of choices: {reason}") from error
+
+
+def merge(path: Path, facts: Facts, entries: Entries) -> None:
+    """Add products to a file's table of these facts, in place of what it had of them; other processes may do the same.
+
+    Whoever reads sees the file before or after. OSError where it cannot be written. A file that cannot be read as such
+    is replaced, with a warning.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        try:
+            tables = read(path)
+        except FileNotFoundError:
+            tables = {}
+        except ValueError as error:
+            _log.warning("openjev-fast: %s; it is replaced", error)
+            tables = {}
+        tables[facts] = {**tables.get(facts, {}), **entries}
+        _replace(path, _text(tables))
+
+
+def shipped(facts: Facts, path: Path | None = None) -> dict[Product, Entry]:
+    """What the package's own table has for these facts; the driver may be another. path: SHIPPED where not given."""
+    found: dict[Product, Entry] = {}
+    for known, entries in read(path or SHIPPED).items():
+        if known._replace(driver=facts.driver) == facts:
+            found.update(entries)
+    return found
+
+
+@dataclass(frozen=True)
+class Store:
+    """The user's own table of one set of facts, in a folder of such files."""
+
+    facts: Facts
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.facts.file_name
+
+    def read(self) -> dict[Product, Entry]:
+        """The products known; none, with a warning, where the file cannot be read."""
+        try:
+            return read(self.path).get(self.facts, {})
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _log.warning("openjev-fast: tuned matmuls are left out: %s", error)
+            return {}
+
+    def add(self, entries: Entries) -> None:
+        """Keep products. OSError where the file cannot be written."""
+        merge(self.path, self.facts, entries)
+
+
+def stored_in() -> Path:
+    """The folder of the user's own tables."""
+    return build.cache_root() / "matmuls"
+
+
+def _table(content: Mapping[str, Any]) -> tuple[Facts, dict[Product, Entry]]:
+    facts = Facts(*(content[name] for name in Facts._fields))
+    if not all(isinstance(fact, str) for fact in facts):
+        raise ValueError(f"facts must be text, found {facts!r}")
+    return facts, dict(map(_product, content["products"]))
+
+
+def _product(content: Mapping[str, Any]) -> tuple[Product, Entry]:
+    op, sizes = content["op"], [content[name] for name in ("rows", "features", "columns")]
+    if op not in OPS or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"no product has op {op!r} and sizes {sizes}")
+    measured = {name: content[name] for name in ("us", "default_us", "rel_l2", "pytorch_rel_l2")}
+    if not all(isinstance(value, (int, float)) and value >= 0 for value in measured.values()):
+        raise ValueError(f"figures must be numbers, found {measured}")
+    return Product(op, *sizes), Entry(_choice(content["choice"]), **measured)
+
+
+def _choice(content: Mapping[str, Any]) -> Choice:
+    """A choice of what the file has of it; everything else is the default."""
+    known = {field.name for field in fields(Choice)}
+    if not set(content) <= known:
+        raise ValueError(f"a choice has no {sorted(set(content) - known)}")
+    values = {**content, "algorithm": tuple(content.get("algorithm", ()))}
+    choice = Choice(**values)
+    numbers = (choice.tile, choice.parts, choice.form, choice.partials, choice.workspace, *choice.algorithm)
+    if choice.way not in get_args(get_type_hints(Choice)["way"]) or not all(type(n) is int for n in numbers):
+        raise ValueError(f"no choice is {dict(content)!r}")
+    if type(choice.fused) is not bool or len(choice.algorithm) != (8 if choice.way == "cublaslt" else 0):
+        raise ValueError(f"no choice is {dict(content)!r}")
+    return choice
+
+
+def _text(tables: Mapping[Facts, Entries]) -> str:
+    """The file: a line for each product, in a fixed order."""
+    default, blocks = asdict(Choice("pytorch")), []
+    for facts, entries in sorted(tables.items()):
+        lines = []
+        for product, entry in sorted(entries.items()):
+            chosen = {name: value for name, value in asdict(entry.choice).items() if value != default[name]}
+            content = {**asdict(entry), "choice": {"way": entry.choice.way, **chosen}}
+            lines.append(json.dumps({**product._asdict(), **content}))
+        head = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in facts._asdict().items())
+        blocks.append("{" + head + ', "products": [\n' + ",\n".join(lines) + "\n]}")
+    return f'{{"format": {FORMAT}, "tables": [' + ",\n".join(blocks) + "]}\n"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which goes with the process that holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a file in place whole."""
+    descriptor, scratch = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".writing", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise

@@ -1,0 +1,573 @@
+"""Finds the fastest way to compute each product of a model on its device, and keeps what it found.
+
+Candidates for a product are `F.linear`, our kernel's tiles, and cuBLASLt's algorithms: what its heuristics propose for
+either order of the operands, each of the first with its columns in 2 to 4 parts, and, before a residual add, partial
+sums left to the norm. They are timed together with the op that reads the product, on weights of the model in turn, so
+that nothing is in the cache that a forward would not find there and no weight is allocated.
+
+A screening sorts them, a few at a time beside the default way; from the best on they are held against a float32 product
+and must repeat their own bits; the first that pass take turns in a final. The default stays unless it is beaten
+clearly. All of it is cut into pieces of some milliseconds, so that a server can tune while it is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from openjev_fast_plugin import tables
+from openjev_fast_plugin.layout import Layout
+from openjev_fast_plugin.ops import _choices, _cuda, add_rms_norm
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
+from openjev_fast_plugin.ops.linear import FORMS, PARTIALS, default_choice, kernel_tiles
+from openjev_fast_plugin.tables import Entry, Facts, Store
+from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, Weights
+
+# A candidate may err this much more than `F.linear`, in the whole and in its worst element.
+LARGEST_RATIO = 1.05
+# The default stays unless the best takes less than this share of its time: a median of one run repeats to a percent.
+BEATEN_BELOW = 0.985
+# Candidates of one piece of the screening, and those that come to the final: the best that agree with the product, none
+# of which took longer than this share of the default's time.
+_GROUP, _FINALISTS, _WORTH_A_FINAL = 6, 6, 1.02
+_SCREENING_ROUNDS, _FINAL_ROUNDS = 2, 11
+# A replay makes calls for this many microseconds, at least, and two calls: less is lost in the gaps between graphs.
+_LEAST_US, _LEAST_CALLS, _MOST_CALLS = 200.0, 2, 64
+# Rounds of the default alone before anything is timed: an idle device has lowered its clocks.
+_WARM_ROUNDS = 10
+# Larger forwards run eagerly, for so long that choosing better is no use; nothing is tuned for them when idle.
+MOST_ROWS = 4096
+# Algorithms asked of cuBLASLt for one form of a product; for partial sums, which are seldom best, fewer.
+_PROPOSALS, _PARTIAL_PROPOSALS = 32, 12
+# Elements of a float32 product computed at once for comparison.
+_EXACT_ELEMENTS = 1 << 24
+_EPS = 1e-6
+
+_log = logging.getLogger("openjev_fast")
+
+
+class Weight(NamedTuple):
+    """What products are computed with: an op of `ops.linear` and a weight's size."""
+
+    op: str
+    features: int
+    columns: int
+
+
+class NoWeight(LookupError):
+    """A product was asked for with a weight of a size that the model does not have."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """calls: how many a replay makes. replay: enqueues them on the device."""
+
+    calls: int
+    replay: Callable[[], Any]
+
+
+class Timer(Protocol):
+    def record(self, calls: Sequence[Callable[[], Any]]) -> Recording:
+        """Make the first call, then prepare all of them for replay. RuntimeError where the device refuses one."""
+
+    def round(self, recordings: Sequence[Recording]) -> list[float]:
+        """Replay each once, in this order; microseconds of a call of each."""
+
+
+class GraphTimer:
+    """Records CUDA graphs. A round is one queue of replays with events between, so that the host is never waited for.
+
+    Graphs share memory: what a replay computes is overwritten by the next.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        # The pool lives as long as one of its graphs.
+        anchor = torch.zeros(1, device=device)
+        self._anchor = self.record([anchor.zero_])
+
+    def record(self, calls: Sequence[Callable[[], Any]]) -> Recording:
+        # Libraries initialise at a first call, which must not happen under capture.
+        calls[0]()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # Not torch.cuda.graph: it empties the allocator's cache, which takes longer than all the rest.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return Recording(len(calls), graph.replay)
+
+    def round(self, recordings: Sequence[Recording]) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(recordings) + 1)]
+        # While the first runs untimed, the others are enqueued.
+        recordings[0].replay()
+        events[0].record()
+        for recording, event in zip(recordings, events[1:], strict=True):
+            recording.replay()
+            event.record()
+        events[-1].synchronize()
+        return [
+            1e3 * before.elapsed_time(after) / recording.calls
+            for recording, before, after in zip(recordings, events, events[1:], strict=False)
+        ]
+
+
+class Ways(Protocol):
+    """The ways there are to compute a product on a device."""
+
+    def default(self, product: Product) -> Choice:
+        """How it is computed without a choice."""
+
+    def candidates(self, product: Product) -> Iterator[Choice]:
+        """Every way that might be faster; the default may be among them."""
+
+    def compute(self, op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The op in one way. RuntimeError where that way does not take such a product."""
+
+
+class DeviceWays:
+    """What a CUDA device has: PyTorch, our kernel, cuBLASLt."""
+
+    def __init__(self, device: torch.device):
+        properties = torch.cuda.get_device_properties(device)
+        self._device = device.index
+        self._capability = (properties.major, properties.minor)
+        self._multiprocessors = properties.multi_processor_count
+        self._kernels = _cuda.load()
+
+    def default(self, product: Product) -> Choice:
+        return default_choice(product, self._capability, self._multiprocessors)
+
+    def candidates(self, product: Product) -> Iterator[Choice]:
+        op, sizes = product.op, (product.rows, product.features, product.columns)
+        yield PYTORCH
+        if self._capability == (9, 0):
+            yield from (Choice("kernel", tile=tile, parts=parts) for tile, parts in kernel_tiles(*sizes))
+            if op == "linear_silu_mul":
+                for tile, parts in kernel_tiles(*sizes, silu=True):
+                    yield Choice("kernel", tile=tile, parts=parts, fused=True)
+        for partials in (1, *PARTIALS) if op == "linear_update" else (1,):
+            if product.features % 8 == 0 and product.columns % (8 * partials) == 0:
+                for form in range(FORMS):
+                    yield from self._algorithms(sizes, form, partials)
+
+    def compute(self, op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _cuda.compute(op, choice, x, weight)
+
+    def takes(self, product: Product, choice: Choice) -> bool:
+        """Whether a choice that comes from a file can compute a product here."""
+        op, sizes = product.op, (product.rows, product.features, product.columns)
+        if choice.partials > 1 and op != "linear_update":
+            return False
+        if choice.way == "kernel":
+            tiles = kernel_tiles(*sizes, silu=choice.fused)
+            fits = choice.fused <= (op == "linear_silu_mul") and (choice.tile, choice.parts) in tiles
+            return fits and self._capability == (9, 0)
+        if choice.way == "cublaslt":
+            try:
+                return self._kernels["cublaslt_accepts"](
+                    self._device, *sizes, choice.form, choice.partials, choice.algorithm, choice.workspace
+                )
+            except RuntimeError:
+                # Numbers that are none of a product's: a form or a size there is no such algorithm for.
+                return False
+        return True
+
+    def _algorithms(self, sizes: tuple[int, int, int], form: int, partials: int) -> Iterator[Choice]:
+        most = _PROPOSALS if partials == 1 else _PARTIAL_PROPOSALS
+        found = self._kernels["cublaslt_algorithms"](self._device, *sizes, form, partials, most)
+        for *algorithm, workspace in found.tolist():
+            yield Choice(
+                "cublaslt", form=form, partials=partials, workspace=workspace, algorithm=tuple(algorithm)
+            )
+
+
+def facts_of(device: torch.device) -> Facts:
+    """What the choices made on a CUDA device depend on."""
+    version = str(_cuda.load()["cublaslt_version"]())
+    return Facts(torch.cuda.get_device_name(device), driver_version(), version, tables.kernels_digest())
+
+
+def driver_version(stated: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Version of NVIDIA's driver, "unknown" where neither its file nor nvidia-smi is there to say it."""
+    try:
+        text = stated.read_text()
+    except OSError:
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        try:
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            text = ""
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)*\b", text)
+    return found.group() if found else "unknown"
+
+
+def model_weights(weights: Weights) -> dict[Weight, list[torch.Tensor]]:
+    """Every weight that a forward multiplies with, by op and size; the slices its last layer takes, of every layer."""
+    found: dict[Weight, list[torch.Tensor]] = {}
+    last = type(weights.layers[-1].mixer)
+    for layer in weights.layers:
+        every = list(_layer_weights(layer))
+        if isinstance(layer.mixer, last):
+            parts = layer.mixer.project.split(_last_layer_parts(weights, layer.mixer))
+            every += [("linear", part) for part in parts]
+        for op, weight in every:
+            found.setdefault(Weight(op, *weight.shape), []).append(weight)
+    return found
+
+
+def forward_counts(weights: Weights) -> Counter[Weight]:
+    """How often a forward multiplies with a weight of a size, its last layer counted like the others."""
+    return Counter(
+        Weight(op, *weight.shape) for layer in weights.layers for op, weight in _layer_weights(layer)
+    )
+
+
+def _layer_weights(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "linear", layer.mixer.project
+    yield "linear_update", layer.mixer.output
+    yield "linear_silu_mul", layer.gate_up
+    yield "linear_update", layer.down
+
+
+def _last_layer_parts(weights: Weights, mixer: LinearAttentionWeights | FullAttentionWeights) -> list[int]:
+    """Rows of the parts of the fused projection that the last layer multiplies with one by one."""
+    shapes = weights.shapes
+    if isinstance(mixer, LinearAttentionWeights):
+        return [shapes.conv_channels, shapes.value_heads * shapes.value_dim, 2 * shapes.value_heads]
+    return [2 * shapes.query_heads * shapes.head_dim, 2 * shapes.kv_heads * shapes.head_dim]
+
+
+@dataclass
+class Tuner:
+    """Tunes the products of some weights.
+
+    weights: by op and size, each list as many as there are. ways, timer: of the device they are on.
+    refused: ways of the product tuned last that the device refused or that erred too much, with the reason.
+
+    Everything runs with the device current and under `torch.inference_mode()`.
+    """
+
+    weights: Mapping[Weight, Sequence[torch.Tensor]]
+    ways: Ways
+    timer: Timer
+    refused: list[tuple[Choice, str]] = field(default_factory=list)
+
+    def tune(self, product: Product) -> Generator[None, None, Entry]:
+        """Find the best way for a product; yields after every piece of work, at most some milliseconds each.
+
+        Raises NoWeight where the model has no weight of that size.
+        """
+        task, default = self._task(product), self.ways.default(product)
+        left_out, self.refused = {default}, []
+        bars = task.bars()
+        error = self._error(task, default, bars)
+        if error is None:
+            _log.error("openjev-fast: %s by %s errs: %s", product, default, self.refused[-1][1])
+            # Compared with what the bars are made of, from here on.
+            default, error = PYTORCH, bars.l2
+        yield
+        base = task.record(default, _LEAST_CALLS)
+        for _ in range(_WARM_ROUNDS):
+            (us,) = self.timer.round([base])
+            yield
+        calls = _calls_for(us)
+        base = task.record(default, calls)
+        ratios: dict[Choice, float] = {}
+        for group in _groups(self.ways.candidates(product), {default, *left_out}):
+            ratios |= self._screen(task, base, group, calls)
+            yield
+        finalists, errors = {default: base}, {default: error}
+        for choice in sorted(ratios, key=lambda choice: ratios[choice]):
+            if len(finalists) > _FINALISTS or ratios[choice] > _WORTH_A_FINAL:
+                break
+            error = self._error(task, choice, bars)
+            if error is not None:
+                finalists[choice], errors[choice] = task.record(choice, calls), error
+            yield
+        times: dict[Choice, list[float]] = {choice: [] for choice in finalists}
+        for _ in range(_FINAL_ROUNDS):
+            for choice, us in zip(finalists, self.timer.round(list(finalists.values())), strict=True):
+                times[choice].append(us)
+            yield
+        medians = {choice: statistics.median(spans) for choice, spans in times.items()}
+        chosen = min(medians, key=lambda choice: medians[choice])
+        if medians[chosen] >= BEATEN_BELOW * medians[default]:
+            chosen = default
+        return Entry(
+            chosen,
+            us=round(medians[chosen], 3),
+            default_us=round(medians[default], 3),
+            rel_l2=float(f"{errors[chosen]:.4g}"),
+            pytorch_rel_l2=float(f"{bars.l2:.4g}"),
+        )
+
+    def measure(
+        self, product: Product, choices: Sequence[Choice], rounds: int, alone: bool = False
+    ) -> list[tuple[float, float]]:
+        """Median microseconds and relative L2 error of each way, timed in turn; for benchmarks.
+
+        alone: without the op that reads the product, except one that a way has fused.
+        """
+        task = self._task(product)
+        (us,) = self.timer.round([task.record(choices[0], _LEAST_CALLS, alone)])
+        recordings = [task.record(choice, _calls_for(us), alone) for choice in choices]
+        for _ in range(_WARM_ROUNDS):
+            self.timer.round(recordings)
+        spans = zip(*(self.timer.round(recordings) for _ in range(rounds)), strict=True)
+        errors = [task.errors(task.product_by(choice))[0] for choice in choices]
+        return list(zip(map(statistics.median, spans), errors, strict=True))
+
+    def _task(self, product: Product) -> _Task:
+        weight = Weight(product.op, product.features, product.columns)
+        if not self.weights.get(weight):
+            raise NoWeight(f"no weight of the model is for {product}")
+        return _Task(product, self.weights[weight], self.ways, self.timer)
+
+    def _screen(
+        self, task: _Task, base: Recording, group: Sequence[Choice], calls: int
+    ) -> dict[Choice, float]:
+        """Each candidate's best time over the default's in the same round."""
+        recordings: dict[Choice, Recording] = {}
+        for choice in group:
+            try:
+                recordings[choice] = task.record(choice, calls)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.refused.append((choice, next(iter(str(error).splitlines()), "")))
+        rounds = []
+        for _ in range(_SCREENING_ROUNDS if recordings else 0):
+            first, *others = self.timer.round([base, *recordings.values()])
+            rounds.append([us / first for us in others])
+        return dict(zip(recordings, map(min, zip(*rounds, strict=True)), strict=True))
+
+    def _error(self, task: _Task, choice: Choice, bars: _Bars) -> float | None:
+        """Relative L2 error of a way that agrees with the product and repeats its bits; else None, noted as refused."""
+        first, second = task.product_by(choice), task.product_by(choice)
+        if not torch.equal(first, second):
+            self.refused.append((choice, "two calls on the same inputs differ"))
+            return None
+        l2, largest = task.errors(first)
+        # NaN is no less than anything.
+        if l2 <= LARGEST_RATIO * bars.l2 and largest <= LARGEST_RATIO * bars.largest:
+            return l2
+        self.refused.append(
+            (
+                choice,
+                f"relative L2 {l2:.3g}, largest error {largest:.3g}, where F.linear has {bars.l2:.3g} and "
+                f"{bars.largest:.3g}",
+            )
+        )
+        return None
+
+
+class _Bars(NamedTuple):
+    """Errors of `F.linear` against a float32 product: relative L2, and the largest of an element."""
+
+    l2: float
+    largest: float
+
+
+class _Task:
+    """One product: its inputs, and calls on the model's weights in turn."""
+
+    def __init__(self, product: Product, weights: Sequence[torch.Tensor], ways: Ways, timer: Timer):
+        self._product, self._weights, self._ways, self._timer = product, weights, ways, timer
+        self._next = 0
+        device = weights[0].device
+        draw = torch.Generator(device).manual_seed(product.rows)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(torch.bfloat16)
+
+        self._x = normal(product.rows, product.columns)
+        if product.op == "linear_update":
+            self._residual = normal(product.rows, product.features)
+            self._norm = normal(product.features)
+        self._exact: torch.Tensor | None = None
+
+    def record(self, choice: Choice, calls: int, alone: bool = False) -> Recording:
+        """Calls of the product and of what reads it, on the weights after those of the recording before."""
+        turn = [self._weights[(self._next + i) % len(self._weights)] for i in range(calls)]
+        self._next += calls
+        call = self._product_alone if alone else self._call
+        return self._timer.record([partial(call, choice, weight) for weight in turn])
+
+    def _call(self, choice: Choice, weight: torch.Tensor) -> Any:
+        found = self._ways.compute(self._product.op, choice, self._x, weight)
+        if self._product.op == "linear_update":
+            return add_rms_norm(self._residual, found, self._norm, _EPS)
+        return found
+
+    def _product_alone(self, choice: Choice, weight: torch.Tensor) -> torch.Tensor:
+        op = self._product.op if choice.fused else "linear"
+        return self._ways.compute(op, choice, self._x, weight)
+
+    def product_by(self, choice: Choice) -> torch.Tensor:
+        """What a way computes of the first weight, float32; partial sums are added up."""
+        found = self._ways.compute(self._product.op, choice, self._x, self._weights[0]).float()
+        return found.sum(0) if found.dim() == 3 else found
+
+    def bars(self) -> _Bars:
+        return _Bars(*self.errors(self.product_by(PYTORCH)))
+
+    def errors(self, found: torch.Tensor) -> tuple[float, float]:
+        """Relative L2 norm and largest element of the difference to a float32 product; infinite for a wrong shape."""
+        if self._exact is None:
+            self._exact = self._in_float32()
+        if found.shape != self._exact.shape:
+            return float("inf"), float("inf")
+        difference = found - self._exact
+        l2 = (difference.norm() / self._exact.norm()).item()
+        return l2, difference.abs().max().item()
+
+    def _in_float32(self) -> torch.Tensor:
+        """The product summed in float32 and not rounded, a piece of the weight at a time."""
+        x, weight = self._x.float(), self._weights[0]
+        pieces = weight.split(max(1, _EXACT_ELEMENTS // weight.shape[1]))
+        exact = torch.cat([x @ piece.float().t() for piece in pieces], dim=1)
+        if self._product.op != "linear_silu_mul":
+            return exact
+        gate, up = exact.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def _calls_for(us: float) -> int:
+    """Calls of a recording, where one takes so many microseconds."""
+    return max(_LEAST_CALLS, min(_MOST_CALLS, -(-int(_LEAST_US) // max(int(us), 1))))
+
+
+def _groups(candidates: Iterable[Choice], left_out: set[Choice]) -> Iterator[list[Choice]]:
+    """Candidates, each once and some at a time, without those left out."""
+    group: list[Choice] = []
+    seen = set(left_out)
+    for choice in candidates:
+        if choice not in seen:
+            seen.add(choice)
+            group.append(choice)
+        if len(group) == _GROUP:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class Tuning:
+    """A model's products on its device: the choices in force, where they are kept, and the tuner for those to come.
+
+    takes: whether the device takes a choice. counts: products of a forward, by op and weight. What the shipped and the
+    user's own table have for this device is in force when this returns; entries: those, and what is tuned later.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        choices: Choices,
+        store: Store,
+        takes: Callable[[Product, Choice], bool],
+        counts: Mapping[Weight, int],
+    ):
+        self.tuner, self.choices, self.store, self.counts = tuner, choices, store, counts
+        known = {**tables.shipped(store.facts), **store.read()}
+        unfit = {product: entry for product, entry in known.items() if not takes(product, entry.choice)}
+        if unfit:
+            _log.warning(
+                "openjev-fast: %d tuned matmuls are left out, the device does not take them, such as %s in %s",
+                len(unfit),
+                next(iter(unfit)),
+                store.path,
+            )
+        self.entries = {product: entry for product, entry in known.items() if product not in unfit}
+        for product, entry in self.entries.items():
+            choices.choose(product, entry.choice, tuner.ways.default(product))
+
+    @classmethod
+    def of(cls, weights: Weights) -> Tuning:
+        """The tuning of bfloat16 weights on a CUDA device; the device's ops look the choices up from now on."""
+        device = weights.device
+        # Models on one device share what is chosen there.
+        choices = _choices.installed(device.index)
+        if choices is None:
+            choices = Choices()
+        with torch.cuda.device(device):
+            ways = DeviceWays(device)
+            tuner = Tuner(model_weights(weights), ways, GraphTimer(device))
+            store = Store(facts_of(device), tables.stored_in())
+            tuning = cls(tuner, choices, store, ways.takes, forward_counts(weights))
+        _choices.install(device.index, choices)
+        return tuning
+
+    def products(self, rows: Iterable[int]) -> list[Product]:
+        """Every product of forwards with these numbers of rows, or of read rows."""
+        return [
+            Product(weight.op, count, weight.features, weight.columns)
+            for count in rows
+            for weight in self.tuner.weights
+        ]
+
+    def tune(self, product: Product) -> Generator[None, None, Entry]:
+        """Tune a product, put the choice in force and keep it; yields as `Tuner.tune` does.
+
+        OSError where it could not be kept; it is in force all the same.
+        """
+        entry = yield from self.tuner.tune(product)
+        self.entries[product] = entry
+        self.choices.choose(product, entry.choice, self.tuner.ways.default(product))
+        self.store.add({product: entry})
+        return entry
+
+
+class IdleTuning:
+    """Tunes what forwards asked for and had no choice, piece by piece: `graphs.IdleWork` of a `GraphedForward`."""
+
+    def __init__(self, tuning: Tuning):
+        self._tuning = tuning
+        self._running: tuple[Product, Generator[None, None, Entry]] | None = None
+        self._given_up: set[Product] = set()
+
+    def step(self) -> bool:
+        """Do a piece; False where there was none to do. A product that cannot be tuned is logged and left."""
+        if self._running is None:
+            product = self._next()
+            if product is None:
+                return False
+            self._running = product, self._tuning.tune(product)
+        product, running = self._running
+        try:
+            next(running)
+        except StopIteration as done:
+            self._running = None
+            _log.info("openjev-fast: %s: %s", product, done.value)
+        except (RuntimeError, OSError, NoWeight) as error:
+            self._running = None
+            self._given_up.add(product)
+            _log.warning("openjev-fast: %s was not tuned or not kept: %s", product, error)
+        return True
+
+    def state(self, inputs: Layout) -> tuple[int, ...]:
+        """Changes when the way of a product of a forward of these inputs does."""
+        return self._tuning.choices.state((inputs.rows, len(inputs.read_row)))
+
+    def _next(self) -> Product | None:
+        wanted = list(self._tuning.choices.wanted)
+        return next(
+            (one for one in wanted if one not in self._given_up and one.rows <= MOST_ROWS),
+            None,
+        )

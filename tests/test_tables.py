@@ -1,0 +1,190 @@
+"""Files of choices: what is read back, for which device and versions, and what two processes leave behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+
+import pytest
+
+from openjev_fast_plugin import build, tables
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Product
+from openjev_fast_plugin.tables import Entry, Facts, Store
+
+FACTS = Facts("NVIDIA H200", "580.159.04", "130100", "0123")
+PRODUCT = Product("linear_update", 280, 5120, 17408)
+ALGORITHM = Choice("cublaslt", form=1, partials=2, workspace=4096, algorithm=(66, -1, 2**62, 0, 0, 0, 0, 7))
+KERNEL = Choice("kernel", tile=64, parts=2)
+FUSED = Choice("kernel", tile=96, fused=True)
+
+
+def entry(choice: Choice, us: float = 66.5) -> Entry:
+    return Entry(choice, us, 80.25, 0.0016, 0.0017)
+
+
+ENTRIES = {
+    PRODUCT: entry(ALGORITHM),
+    Product("linear", 72, 16480, 5120): entry(KERNEL),
+    Product("linear_silu_mul", 72, 34816, 5120): entry(FUSED),
+    Product("linear", 8, 16480, 5120): entry(PYTORCH),
+}
+
+
+def test_what_is_kept_is_read_back(tmp_path):
+    store = Store(FACTS, tmp_path / "new" / "matmuls")
+    assert store.read() == {}
+    store.add(ENTRIES)
+    assert store.read() == Store(FACTS, store.folder).read() == ENTRIES
+    # One line a product, for people who compare two files.
+    assert len(store.path.read_text().splitlines()) == len(ENTRIES) + 2
+    # A later measurement stands in place of an earlier one.
+    store.add({PRODUCT: entry(PYTORCH, 60.0)})
+    assert store.read() == {**ENTRIES, PRODUCT: entry(PYTORCH, 60.0)}
+    assert [path.name for path in store.folder.iterdir()] == [store.path.name]
+
+
+@pytest.mark.parametrize("fact", Facts._fields)
+def test_choices_of_other_facts_are_not_read(tmp_path, fact):
+    other = FACTS._replace(**{fact: "other"})
+    Store(FACTS, tmp_path).add(ENTRIES)
+    assert Store(other, tmp_path).read() == {}
+    assert Store(other, tmp_path).path != Store(FACTS, tmp_path).path
+    # Whatever the file is called.
+    tables.merge(Store(other, tmp_path / "more").path, FACTS, ENTRIES)
+    assert Store(other, tmp_path / "more").read() == {}
+    # In one file too, and the shipped table leaves the driver out.
+    assert tables.shipped(FACTS, Store(FACTS, tmp_path).path) == ENTRIES
+    assert tables.shipped(other, Store(FACTS, tmp_path).path) == (ENTRIES if fact == "driver" else {})
+
+
+def test_a_file_holds_tables_of_several_devices(tmp_path):
+    path, other = tmp_path / "matmuls.json", FACTS._replace(device="NVIDIA B200")
+    tables.merge(path, FACTS, ENTRIES)
+    tables.merge(path, other, {PRODUCT: entry(PYTORCH)})
+    assert tables.read(path) == {FACTS: ENTRIES, other: {PRODUCT: entry(PYTORCH)}}
+    before = path.read_bytes()
+    tables.merge(path, FACTS, ENTRIES)
+    assert path.read_bytes() == before
+
+
+def test_the_shipped_table_is_one_and_of_these_sources():
+    for facts in tables.read(tables.SHIPPED):
+        assert facts.kernels == tables.kernels_digest(), (
+            "kernels have changed since the shipped table was measured: measure it again, with "
+            "python bench/gemm_bench.py --write-table"
+        )
+
+
+def test_the_digest_is_of_sources_that_exist_and_changes_with_them(tmp_path, monkeypatch):
+    folder = build.source_folder()
+    for name in tables._KERNEL_SOURCES:
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    monkeypatch.setattr(build, "source_folder", lambda: tmp_path)
+    before = tables.kernels_digest()
+    for name in tables._KERNEL_SOURCES:
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "// more\n")
+        assert tables.kernels_digest() != before, name
+        before = tables.kernels_digest()
+
+
+def changed(**values):
+    """The file's text with values of its one product, or of its choice, replaced; None takes one out."""
+
+    def change(content):
+        (product,) = content["tables"][0]["products"]
+        for name, value in values.items():
+            target = product if name in product else product["choice"]
+            target[name] = value
+            if value is None:
+                del target[name]
+
+    return change
+
+
+BROKEN = {
+    "empty": lambda content: content.clear(),
+    "format": lambda content: content.update(format=2),
+    "no facts": lambda content: content["tables"][0].pop("cublas"),
+    "facts": lambda content: content["tables"][0].update(cublas=130100),
+    "op": changed(op="conv"),
+    "size": changed(rows=0),
+    "size as text": changed(rows="280"),
+    "no figure": changed(us=None),
+    "figure": changed(us="fast"),
+    "way": changed(way="magic"),
+    "no way": changed(way=None),
+    "algorithm of seven": changed(algorithm=[1] * 7),
+    "algorithm of text": changed(algorithm=["1"] * 8),
+    "unknown": lambda content: content["tables"][0]["products"][0]["choice"].update(speed=9),
+    "list": lambda content: content.update(tables={"a": 1}),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_a_file_of_another_form_is_named_and_left_out(tmp_path, change, caplog):
+    store = Store(FACTS, tmp_path)
+    store.add({PRODUCT: entry(ALGORITHM)})
+    content = json.loads(store.path.read_text())
+    change(content)
+    store.path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is no table of choices: .") as caught:
+        tables.read(store.path)
+    assert str(store.path) in str(caught.value)
+    assert store.read() == {} and str(store.path) in caplog.text
+    # What is measured next is kept in its place, and says so.
+    caplog.clear()
+    store.add(ENTRIES)
+    assert store.read() == ENTRIES and "it is replaced" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00"])
+def test_a_file_that_is_no_json_object_is_named_and_left_out(tmp_path, text, caplog):
+    store = Store(FACTS, tmp_path)
+    store.path.write_text(text)
+    with pytest.raises(ValueError, match="is no table of choices"):
+        tables.read(store.path)
+    assert store.read() == {} and str(store.path) in caplog.text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    store = Store(FACTS, tmp_path / "file")
+    with pytest.raises(OSError):
+        store.add(ENTRIES)
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    store = Store(FACTS, tmp_path)
+    store.add(ENTRIES)
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tables.os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        store.add({PRODUCT: entry(PYTORCH)})
+    assert store.read() == ENTRIES and [path.name for path in tmp_path.iterdir()] == [store.path.name]
+
+
+def _add_many(folder, start: int, count: int) -> None:
+    store = Store(FACTS, folder)
+    for rows in range(start, start + count):
+        store.add({PRODUCT._replace(rows=rows): entry(PYTORCH, rows)})
+
+
+def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path, caplog):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_add_many, args=(tmp_path, 1 + 20 * i, 20)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    store = Store(FACTS, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        seen = 0
+        while any(writer.is_alive() for writer in writers):
+            # Whoever reads meanwhile sees a whole file.
+            found = len(store.read())
+            assert found >= seen
+            seen = found
+    assert all(writer.exitcode == 0 for writer in writers) and not caplog.text
+    assert {product.rows for product in store.read()} == set(range(1, 81))
