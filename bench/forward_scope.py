@@ -13,10 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from forward_work import packed_work, padded_work
-from harness import row, summary
-from models import VOCABULARY, best_delta_rule, head, prompts, text_config, text_model, use_delta_rule
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from harness import row
+from prompt_cases import prompts
 
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.engine import CUDA_BUCKET
@@ -24,9 +22,13 @@ from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import CapturedAtOnce, GraphedForward
 from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.measurement import budget
+from openjev_fast_plugin.measurement.originals import ORIGINALS, best_delta_rule, use_delta_rule
+from openjev_fast_plugin.measurement.timing import summary
 from openjev_fast_plugin.ops import _cuda, linear
 from openjev_fast_plugin.ops._choices import OPS, Choice, Product
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
+from openjev_fast_plugin.random_models import VOCABULARY, head, text_config, text_model
 from openjev_fast_plugin.tuner import Tuning
 from openjev_fast_plugin.weights import Shapes, Weights, take_weights
 
@@ -133,18 +135,6 @@ def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[f
     return calls(repeats, 3, _SECONDS_PER_CASE)
 
 
-def kernels(run: Callable[[], torch.Tensor]) -> tuple[int, float, dict[str, float]]:
-    """Kernels of one call, the milliseconds the device worked, and the milliseconds by kernel name."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
-    events = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
-    by_name: dict[str, float] = {}
-    for event in events:
-        by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
-    return len(events), sum(by_name.values()), by_name
-
-
 def matmul_floor(weights: Weights, tuning: Tuning, rows: int, repeats: int = 10) -> float:
     """Milliseconds of all matmuls of a forward at this many rows, each shape at the best of several formulations.
 
@@ -198,8 +188,9 @@ def _product(choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of every case and mode asked for. Fast has its own copy of the weights, all other modes share one.
 
-    tflops and gb_s: what `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case
-    after case while no other model is on the device. first_ms: a shape's first answer.
+    busy_ms, families: of one profiled call, kernels that overlap counted once. tflops and gb_s: what
+    `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case after case while no
+    other model is on the device. first_ms: a shape's first answer.
     """
     device = torch.device(args.device)
     shapes = Shapes.of(text_config(args.profile, args.layers))
@@ -226,7 +217,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
             first, graphs, replays = None, None, 0
-            if mode in ("torch", "fla"):
+            if mode in ORIGINALS:
                 assert original is not None
                 use_delta_rule(original.model, mode)
                 run, computed = original.scorer(sequences), len(sequences) * max(map(len, sequences))
@@ -245,7 +236,8 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
             replayed = None if graphs is None else graphs.counts["replays"] > replays
-            count, busy, by_name = kernels(run)
+            eager = original.model if original is not None and mode in ORIGINALS else None
+            spent = budget.spend(run, device, eager)
             if mode == "fast":
                 work = packed_work(shapes, layout)
             else:
@@ -259,19 +251,20 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     **summary(times),
                     rows_asked=sum(map(len, sequences)),
                     rows_computed=computed,
-                    kernels=count,
-                    busy_ms=round(busy, 3),
+                    kernels=spent.kernels,
+                    busy_ms=round(spent.busy_ms, 3),
                     floor_ms=floor,
                     tflops=round(work.tflops(statistics.median(times)), 1),
                     gb_s=round(work.gb_s(statistics.median(times)), 1),
                     **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
                     first_ms=None if first is None else round(first, 3),
                     replayed=replayed,
+                    families={name: round(ms, 3) for name, ms in spent.families.items()},
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),
                 )
             )
             say(f"{case} {mode}: {found[-1]}")
-            for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:12]:
-                say(f"    {spent:8.3f} ms  {name[:100]}")
+            for name, ms in sorted(spent.by_name.items(), key=lambda item: -item[1])[:12]:
+                say(f"    {ms:8.3f} ms  {name[:100]}")
     return found

@@ -16,11 +16,11 @@ import tempfile
 from typing import Any
 
 import torch
-from models import image_text_model
 from transformers import AutoModelForImageTextToText
 
 from openjev_fast_plugin import bootstrap
 from openjev_fast_plugin.checkpoint import PROFILES, train_tokenizer
+from openjev_fast_plugin.random_models import image_text_model
 
 
 def main() -> None:
