@@ -7,6 +7,7 @@ place of kernels. Time in which nothing runs is `idle`.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -98,6 +99,8 @@ def family_of_operator(name: str, inherited: str | None) -> str | None:
 
 def spend(run: Callable[[], Any], device: torch.device, text: Any | None = None) -> Budget:
     """The budget of one call, which has been made before. text: the text model that it runs eagerly, if it does."""
+    # Else the profiler writes two lines into whatever is on standard error at every start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities, cuda = [ProfilerActivity.CPU], device.type == "cuda"
     if cuda:
         activities.append(ProfilerActivity.CUDA)

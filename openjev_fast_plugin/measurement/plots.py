@@ -78,6 +78,7 @@ def ladder(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str = "median t
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     low, high = min(times.values()), max(times.values())
     axes.set_xlim(low / 2, high * (high / low) ** 0.4 * 2)
     axes.set_xlabel("milliseconds, logarithmic", fontsize=_TEXT)
@@ -127,6 +128,7 @@ def latency_cdf(axes: Axes, times: Mapping[str, Sequence[float]], title: str) ->
             [ordered[0], *ordered], [0, *shares], where="post", label=name, color=paint[mode], linestyle=style
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0", "25 %", "50 %", "75 %", "95 %"])
     axes.grid(alpha=0.3)
