@@ -119,8 +119,13 @@ class Fast:
         return {"peak_gib": round(peak / 2**30, 2), "used_gib": round((whole - free) / 2**30, 2)}
 
 
-def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[float]:
-    """Milliseconds of each call, which ends with its scores on the host; at least one warm-up and three timed."""
+def timed(
+    run: Callable[[], torch.Tensor], repeats: int, warmups: int, between: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Milliseconds of each call, which ends with its scores on the host; at least one warm-up and three timed.
+
+    between: done untimed after every call, the warm-ups too.
+    """
 
     def calls(most: int, least: int, seconds: float) -> list[float]:
         times: list[float] = []
@@ -129,55 +134,80 @@ def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[f
             before = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - before))
+            between()
         return times
 
     calls(warmups, 1, _SECONDS_PER_CASE / 4)
     return calls(repeats, 3, _SECONDS_PER_CASE)
 
 
-def matmul_floor(weights: Weights, tuning: Tuning, rows: int, repeats: int = 10) -> float:
-    """Milliseconds of all matmuls of a forward at this many rows, each shape at the best of several formulations.
+class MatmulFloor:
+    """All matmuls of a forward at this many rows and nothing else, each shape at the best of several formulations.
 
     Four are fixed, further ones are the ways that a table of choices has for the shape; alone, without the op that
-    reads a product. Every layer's own weight is read, so none is warm; the last layer counts like the others.
+    reads a product. Every layer's own weight is read, so none is warm; the last layer counts like the others. They
+    are one graph, in the order of the layers: a card at its power limit is slower the longer it works, so the floor
+    of a forward is measured in turn with it.
     """
-    total = 0.0
-    groups: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for layer in weights.layers:
-        for weight in (layer.mixer.project, layer.mixer.output, layer.gate_up, layer.down):
-            groups.setdefault(tuple(weight.shape), []).append(weight)
-    for (features, width), members in groups.items():
-        x = torch.randn(rows, width, device=weights.device).to(weights.dtype)
-        x_t = x.t().contiguous().t()
-        formulations = {
-            "x w^T": lambda w, x=x: F.linear(x, w),
-            "x w^T, ours": lambda w, x=x: linear(x, w),
-            "w x^T": lambda w, x=x: torch.mm(w, x.t()),
-            "w x^T, x transposed": lambda w, x=x_t: torch.mm(w, x.t()),
-        }
-        for op in OPS:
-            entry = tuning.entries.get(Product(op, rows, features, width))
-            if entry is not None and not entry.choice.fused:
-                formulations[f"chosen for {op}"] = partial(_product, entry.choice, x)
-        best = []
-        for call in formulations.values():
-            for weight in members[:2]:
-                call(weight)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for weight in members:
-                    call(weight)
-            spans = []
-            for _ in range(repeats):
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                before.record()
-                graph.replay()
-                after.record()
-                torch.cuda.synchronize()
-                spans.append(before.elapsed_time(after))
-            best.append(statistics.median(spans))
-        total += min(best)
-    return total
+
+    def __init__(self, weights: Weights, tuning: Tuning, rows: int, repeats: int = 10):
+        every = [
+            weight
+            for layer in weights.layers
+            for weight in (layer.mixer.project, layer.mixer.output, layer.gate_up, layer.down)
+        ]
+        best: dict[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]] = {}
+        for shape in dict.fromkeys(weight.shape for weight in every):
+            members = [weight for weight in every if weight.shape == shape]
+            formulations = _formulations(tuning, rows, members[0])
+            graphs = [_captured([partial(call, weight) for weight in members]) for call in formulations]
+            spans = [statistics.median(_replay_ms(graph) for _ in range(repeats)) for graph in graphs]
+            best[shape] = formulations[spans.index(min(spans))]
+        self._graph = _captured([partial(best[weight.shape], weight) for weight in every])
+        self.times: list[float] = []
+
+    def measure(self) -> None:
+        """Compute them once and note the milliseconds."""
+        self.times.append(_replay_ms(self._graph))
+
+
+def _formulations(
+    tuning: Tuning, rows: int, weight: torch.Tensor
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Ways to multiply so many random rows with a weight of this size."""
+    features, width = weight.shape
+    x = torch.randn(rows, width, device=weight.device).to(weight.dtype)
+    x_t = x.t().contiguous().t()
+    found: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda w: F.linear(x, w),
+        lambda w: linear(x, w),
+        lambda w: torch.mm(w, x.t()),
+        lambda w: torch.mm(w, x_t.t()),
+    ]
+    for op in OPS:
+        entry = tuning.entries.get(Product(op, rows, features, width))
+        if entry is not None and not entry.choice.fused:
+            found.append(partial(_product, entry.choice, x))
+    return found
+
+
+def _captured(calls: list[Callable[[], torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    graph.replay()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after)
 
 
 def _product(choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -213,9 +243,10 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case, sequences in cases.items():
         layout = build_layout(build_forest(sequences), CUDA_BUCKET)
         packed = layout.rows
-        floor = None if fast is None else round(matmul_floor(fast.weights, fast.tuning, packed), 3)
+        floor = None if fast is None else MatmulFloor(fast.weights, fast.tuning, packed)
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
+            floor_ms = None
             first, graphs, replays = None, None, 0
             if mode in ORIGINALS:
                 assert original is not None
@@ -233,7 +264,12 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if isinstance(graphs, GraphedForward):
                     graphs.wait_until_captured()
                 replays = graphs.counts["replays"]
-            times = timed(run, args.repeats, args.warmups)
+            if mode == "fast":
+                assert floor is not None
+                times = timed(run, args.repeats, args.warmups, floor.measure)
+                floor_ms = round(statistics.median(floor.times[-len(times) :]), 3)
+            else:
+                times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
             replayed = None if graphs is None else graphs.counts["replays"] > replays
             eager = original.model if original is not None and mode in ORIGINALS else None
@@ -253,7 +289,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     rows_computed=computed,
                     kernels=spent.kernels,
                     busy_ms=round(spent.busy_ms, 3),
-                    floor_ms=floor,
+                    floor_ms=floor_ms,
                     tflops=round(work.tflops(statistics.median(times)), 1),
                     gb_s=round(work.gb_s(statistics.median(times)), 1),
                     **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
