@@ -240,8 +240,8 @@ def _ops(results: Results) -> tuple[list[str], list[Plot]]:
         "### Op by op",
         "",
         "Microseconds of one layer's op, replayed in a CUDA graph on inputs that are not in the cache. `openjev_fast` "
-        "is ours; the last column is the fastest other that computes the same over ours; relative L2 is our distance to "
-        "the exact result. `sdpa_root` computes the shared text alone.",
+        "is ours; the last column is the fastest other that computes the same over ours; relative L2 is our distance "
+        "to the exact result. `sdpa_root` computes the shared text alone.",
     ]
     ratios = []
     for op in dict.fromkeys(row["op"] for row in results.rows):
@@ -251,11 +251,8 @@ def _ops(results: Results) -> tuple[list[str], list[Plot]]:
         for case in dict.fromkeys(row["case"] for row in rows):
             here = {row["variant"]: row for row in rows if row["case"] == case}
             ours = here.get("openjev_fast", {}).get("us")
-            others = [
-                each["us"]
-                for name, each in here.items()
-                if name not in ("openjev_fast", "sdpa_root") and each["us"]
-            ]
+            aside = ("openjev_fast", "sdpa_root")
+            others = [each["us"] for name, each in here.items() if name not in aside and each["us"]]
             ratio = min(others) / ours if ours and others else None
             if ratio is not None:
                 ratios.append({"op": op, "case": case, "ratio": ratio})
@@ -418,20 +415,35 @@ def _workload(results: Results) -> tuple[list[str], list[Plot]]:
         for row in passes
     ]
 
+    asked = {
+        mode: {row["id"] for row in tasks if row["mode"] == mode} for mode in {row["mode"] for row in tasks}
+    }
+    common = set.intersection(*asked.values())
+    panels = [(f"the {len(common)} tasks that all modes were asked", tasks, common)]
+    if len(common) < passes[0]["tasks"]:
+        first = [row for row in tasks if row["mode"] == passes[0]["mode"]]
+        panels.insert(0, (f"all {passes[0]['tasks']} tasks", first, asked[passes[0]["mode"]]))
+
     def draw(path: Path) -> None:
-        made, (axes,) = plots.figure(7.5, 3.8)
-        times: dict[str, list[float]] = {}
-        for row in tasks:
-            for index, each in enumerate(row["ms"]):
-                name = f"{row['mode']}, {'first' if index == 0 else 'last'} pass"
-                if each is not None and index in (0, len(row["ms"]) - 1):
-                    times.setdefault(name, []).append(each)
-        plots.latency_cdf(axes, times, "share of tasks answered within")
+        made, axes = plots.figure(6.5 * len(panels), 3.8, len(panels))
+        for each, (title, rows, ids) in zip(axes, panels, strict=True):
+            plots.latency_cdf(each, _by_pass([row for row in rows if row["id"] in ids]), title)
         plots.save(made, path, results.digest)
 
     alt = "Lines: cumulative distribution of latencies"
     picture = Plot(f"{results.slug}-jevbench-shaped.png", alt, results.digest, draw)
     return [*lines, *_table(head, body, left=1), "", picture.line], [picture]
+
+
+def _by_pass(rows: Rows) -> dict[str, list[float]]:
+    """Milliseconds of the first and of the last pass, by mode."""
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        for index, each in enumerate(row["ms"]):
+            name = f"{row['mode']}, {'first' if index == 0 else 'last'} pass"
+            if each is not None and index in (0, len(row["ms"]) - 1):
+                times.setdefault(name, []).append(each)
+    return times
 
 
 def _cold_start(results: Results) -> tuple[list[str], list[Plot]]:

@@ -97,8 +97,8 @@ def time_budget(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> No
         left = 0.0
         for name, value in parts.items():
             colour = _FAMILY_COLOURS.get(name, _IDLE_COLOUR)
-            edge = {"edgecolor": "#999999", "linewidth": 0.5}
-            axes.barh(index, value, 0.7, left=left, color=colour, label=name if index == 0 else None, **edge)
+            bars = axes.barh(index, value, 0.7, left=left, color=colour, label=name if index == 0 else None)
+            bars.patches[0].set(edgecolor="#999999", linewidth=0.5)
             left += value
         axes.text(left + 0.01 * whole, index, _ms(left), va="center", fontsize=_TEXT - 1)
     axes.set_yticks(range(len(rows)), [row["mode"] for row in rows])
