@@ -156,7 +156,6 @@ def run(
                     for mode, (row, answer) in measured.items():
                         found[case.name, mode], scores[case.name, mode] = row, answer
                 # No model is held while the next one loads.
-                loaded.clear()
                 del loaded
                 _release_memory(place)
     rows = []
