@@ -170,7 +170,7 @@ def test_states_that_do_not_fit_on_the_host_are_left_out_and_named(verify, monke
 
 
 def test_one_model_is_in_memory_at_a_time(verify, monkeypatch):
-    real, loaded = run_module._load, []
+    real, loaded = run_module.load_original, []
 
     def load(*arguments):
         assert all(model() is None for model in loaded)
@@ -178,7 +178,7 @@ def test_one_model_is_in_memory_at_a_time(verify, monkeypatch):
         loaded.append(weakref.ref(text_model(model.backbone).layers[0].mlp.down_proj.weight))
         return model
 
-    monkeypatch.setattr(run_module, "_load", load)
+    monkeypatch.setattr(run_module, "load_original", load)
     assert verify()["passed"] and len(loaded) == 2
 
 
