@@ -71,7 +71,7 @@ def bench_case(
             return model(records)
 
     probabilities = {
-        mode: torch.cat([scores.float().softmax(0) for scores in run(model)])
+        mode: torch.cat([scores.float().softmax(0) for scores in run(model)]).cpu()
         for mode, model in models.items()
     }
     with step(f"{case}: {warmups} warm-up and {repeats} timed rounds"):
