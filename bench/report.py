@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemm_bench import forward_sums
 from harness import BENCH, RESULTS, source_digest
 
 from openjev_fast_plugin.console import UsageError, say
@@ -184,7 +185,7 @@ def _e2e(results: Results) -> tuple[list[str], list[Plot]]:
                     _ms(row["p50_ms"]),
                     _ms(row["min_ms"]),
                     _ms(row["max_ms"]),
-                    f"{first / row['p50_ms']:.1f}" if row["p50_ms"] != first else "",
+                    f"{first / row['p50_ms']:.3g}" if row["p50_ms"] != first else "",
                     *("" if row.get(key) is None else f"{row[key]:,.4g}" for key, _ in device),
                 ]
             )
@@ -304,26 +305,19 @@ def _gemm(results: Results) -> tuple[list[str], list[Plot]]:
     lines = [
         "### Matmuls",
         "",
-        "Microseconds of a matmul and of the op that reads it, on cold weights. `linear` is PyTorch's, `default` what "
-        "is computed without a table, `openjev_fast` the way the tuner chose.",
+        "Milliseconds of all matmuls of a forward and of the ops that read them, on cold weights, by its rows. `linear` "
+        "is PyTorch's, `default` what is computed without a table, `openjev_fast` the ways the tuner chose; "
+        f"[`gemm.json`](../bench/results/{results.slug}/gemm.json) has every product.",
         "",
     ]
-    body = []
-    keys = dict.fromkeys((row["profile"], row["weight"], row["rows"]) for row in results.rows)
-    for profile, weight, count in keys:
-        here = {
-            row["variant"]: row
-            for row in results.rows
-            if (row["profile"], row["weight"], row["rows"]) == (profile, weight, count)
-        }
-        times = [here.get(name, {}).get("us") for name in ("linear", "default", "openjev_fast")]
-        ratio = times[0] / times[2] if times[0] and times[2] else None
-        way = here.get("openjev_fast", {}).get("way") or ""
-        body.append(
-            [profile, weight, f"{count:,}", *map(_us, times), "" if ratio is None else f"{ratio:.2f}", way]
-        )
-    head = ["shape", "weight", "rows", "linear", "default", "openjev_fast", "times faster", "chosen"]
-    return [*lines, *_table(head, body, left=2)], []
+    body = [
+        [profile, f"{count:,}", *(f"{ms:.2f}" for ms in sums[:3]), f"{sums[0] / sums[2]:.3f}"]
+        for profile, count, sums in forward_sums(results.rows)
+    ]
+    return [
+        *lines,
+        *_table(["shape", "rows", "linear", "default", "openjev_fast", "times faster"], body, left=1),
+    ], []
 
 
 # Servers

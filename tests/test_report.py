@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import report
+from gemm_bench import shapes
 from hosts import ROOT
+from op_inputs import PROFILES
 
 RESULTS = ROOT / "bench" / "results"
 META = {
@@ -66,8 +68,11 @@ ROWS = {
         # The shared text alone: no rival.
         {"op": "attention", "case": "root_9", "variant": "sdpa_root", "us": 10.0, "rel_l2": 0.001},
     ],
+    # A product a weight; each of 64 layers, or of 16 or 48 of them, has one.
     "gemm": [
-        {"profile": "27b", "weight": "down", "rows": 72, "variant": name, "us": us, "way": "a way"}
+        {"profile": "27b", "weight": shape.name, "rows": 72, "variant": name, "us": us,
+         "alone_us": 1.0, "skipped": None}
+        for shape in shapes(PROFILES["27b"])
         for name, us in (("linear", 20.0), ("default", 19.0), ("openjev_fast", 16.0))
     ],
     "serve": [
@@ -116,9 +121,9 @@ def test_every_results_file_has_a_section_with_its_figures(folder, capsys):
     shown = (folder / "docs" / "report.md").read_text()
     assert "## NVIDIA Something" in shown and "Not measured here yet" not in shown
     for figures in (
-        "| example | fast | 72 | 16.0 | 15.5 | 16.5 | 8.0 | 700 | 10.5 |",
+        "| example | fast | 72 | 16.0 | 15.5 | 16.5 | 8 | 700 | 10.5 |",
         "| root_9 | 50.0 | 100.0 |  | 10.0 | 1.0e-03 | 2.00 |",
-        "| 27b | down | 72 | 20.0 | 19.0 | 16.0 | 1.25 | a way |",
+        "| 27b | 72 | 5.12 | 4.86 | 4.10 | 1.250 |",
         "| mixed | fast | 4 | 1,000 | 0 | 55.5 | 1.50 | 2.50 |  |",
         "| fla | 1 | 2 | 0 | 10.0 | 20.0 | 12.0 | 30.0 | 7.25 | 1 |",
         "| 1 | 0 | 2.5 |",
