@@ -305,8 +305,8 @@ def _gemm(results: Results) -> tuple[list[str], list[Plot]]:
     lines = [
         "### Matmuls",
         "",
-        "Milliseconds of all matmuls of a forward and of the ops that read them, on cold weights, by its rows. `linear` "
-        "is PyTorch's, `default` what is computed without a table, `openjev_fast` the ways the tuner chose; "
+        "Milliseconds of all matmuls of a forward and of the ops that read them, on cold weights, by its rows. "
+        "`linear` is PyTorch's, `default` what is computed without a table, `openjev_fast` the ways the tuner chose; "
         f"[`gemm.json`](../bench/results/{results.slug}/gemm.json) has every product.",
         "",
     ]
