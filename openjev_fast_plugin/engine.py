@@ -293,6 +293,7 @@ class FastEngine:
             "forwards": len(forwards),
             "shared_with": max(each.requests for each in forwards) - 1,
             "queue_ms": round(1e3 * sum(each.waited for each in forwards), 3),
+            "forward_ms": round(1e3 * sum(each.took for each in forwards), 3),
         }
         if self._packed.graphs is not None:
             stats["graph_replays"] = sum(each.replayed for each in forwards)
