@@ -62,6 +62,7 @@ class Run:
                 "tier": task.tier,
                 "kind": task.kind,
                 "ms": [],
+                "forward_ms": [],
                 "error": None,
             }
             for task in chosen
@@ -76,16 +77,21 @@ class Run:
             row |= decided(by_label(answer["answers"]["decision"]))
         except (OSError, ValueError, KeyError) as error:
             row["ms"].append(None)
+            row["forward_ms"].append(None)
             row["error"] = row["error"] or f"{type(error).__name__}: {error}"
             return
         row["ms"].append(round(milliseconds, 3))
         row["input_tokens"] = answer["usage"]["input_tokens"]
-        row["rows_computed"] = answer.get("metadata", {}).get("backend", {}).get("rows_computed")
+        backend = answer.get("metadata", {}).get("backend", {})
+        row["rows_computed"] = backend.get("rows_computed")
+        row["forward_ms"].append(backend.get("forward_ms"))
 
     def end_pass(self) -> None:
         """Add up the pass that is over."""
         times = [row["ms"][-1] for row in self._tasks.values()]
         good = [each for each in times if each is not None]
+        last = [(row["ms"][-1], row["forward_ms"][-1]) for row in self._tasks.values()]
+        overhead = [waited - forward for waited, forward in last if forward is not None]
         self.passes.append(
             {
                 "scope": "pass",
@@ -94,6 +100,8 @@ class Run:
                 "tasks": len(times),
                 "errors": len(times) - len(good),
                 **figures(good),
+                # What a client waited beyond the forward; null where the server does not say how long that took.
+                "overhead_p50_ms": round(statistics.median(overhead), 3) if overhead else None,
                 "server": self._server,
             }
         )

@@ -36,6 +36,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], ready: dict[str, Any]):
         self._process = process
+        self.pid = process.pid
         self.url: str = ready["url"]
 
     def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], float]:

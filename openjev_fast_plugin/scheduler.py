@@ -107,7 +107,8 @@ class Ticket:
 class Scored:
     """A ticket's scores [C] float32, and the forward they are from.
 
-    rows: packed rows of the whole forward. requests: how many shared it. waited: seconds before it began.
+    rows: packed rows of the whole forward. requests: how many shared it. waited, took: seconds before it began, and
+    from then to its scores.
     """
 
     scores: np.ndarray
@@ -115,6 +116,7 @@ class Scored:
     replayed: bool
     requests: int
     waited: float
+    took: float
 
 
 @dataclass(frozen=True)
@@ -377,8 +379,8 @@ class Scheduler:
                     # Values that are not finite spread to others of the same forward.
                     again.append(ticket)
                 else:
-                    waited = started - ticket.arrived
-                    ticket.scored = Scored(scores, outcome.rows, outcome.replayed, len(tickets), waited)
+                    waited, took = started - ticket.arrived, ended - started
+                    ticket.scored = Scored(scores, outcome.rows, outcome.replayed, len(tickets), waited, took)
                     self._metrics.waited(waited)
             self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - started)
             if again:

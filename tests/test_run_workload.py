@@ -114,12 +114,14 @@ def test_one_server_is_asked_everything_twice_on_new_connections(tmp_path, capsy
     assert [row["id"] for row in rows] == [task.id for task in tasks()]
     for row in rows:
         assert len(row["ms"]) == 2 and row["error"] is None and row["rows_computed"] == 7
+        assert row["forward_ms"] == [0.125, 0.125]
         assert sum(row["probabilities"].values()) == pytest.approx(1)
         assert row["probabilities"][row["decision"]] == max(row["probabilities"].values())
     times = [row["ms"][0] for row in rows]
     assert first["max_ms"] == max(times) and first["p50_ms"] == pytest.approx(
         statistics.median(times), abs=1e-3
     )
+    assert first["overhead_p50_ms"] == pytest.approx(first["p50_ms"] - 0.125, abs=2e-3)
     printed = capsys.readouterr().out
     assert "p50 ms" in printed and "p95 ms" in printed and printed.count("\nfast ") == 2
 

@@ -60,6 +60,12 @@ def test_access_log():
     assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": "/tmp/a log"}) == Settings(access_log="/tmp/a log")
 
 
+def test_warmup():
+    assert Settings.read({}).warmup is None
+    assert Settings.read({"OPENJEV_FAST_WARMUP": ""}).warmup is None
+    assert Settings.read({"OPENJEV_FAST_WARMUP": " 72,280 "}) == Settings(warmup="72,280")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²", "9" * 19])
 def test_max_rows_that_is_no_positive_integer(value):
     with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be an integer from 1 to") as caught:
