@@ -10,9 +10,9 @@ they come to. Of the rest, the median of the last third of the readings may be a
 than the bounds; the device's without its graphs, for which the server has a bound of its own. Exit status 1 where it
 is, or where any request was not answered. Writes results/<device>/soak.json: one row, with every reading in `samples`.
 
-On a CPU PyTorch and oneDNN each keep the compiled bfloat16 matmuls of the last 1,024 shapes, which these requests take
-long to fill, with about a GiB that hides all else. The server is started with 64 of each; --own-caches
-leaves them as they are.
+On a CPU PyTorch and oneDNN each keep the compiled bfloat16 matmuls of the last 1,024 shapes: about a GiB, which these
+requests take long to fill and which hides all else. The server is started with 64 of each; --own-caches leaves them as
+they are.
 """
 
 from __future__ import annotations
