@@ -42,6 +42,16 @@ def test_packing_keeps_every_table():
             assert (table.data_ptr() - packed.data_ptr()) % 16 == 0, name
 
 
+def test_what_the_host_loops_over_stays_on_the_host():
+    layout = build_layout(build_forest(sequences()))
+    before, after = tables(layout), tables(layout.unpack(layout.pack()))
+    stayed = {name for name, table in after.items() if table.data_ptr() == before[name].data_ptr()}
+    blocks = ("block_query", "block_own", "block_range", "range_rows")
+    assert stayed == {"delta.step_start", "delta.step_kept"} | {
+        f"{plan}.{name}" for plan in ("attention", "read_attention") for name in blocks
+    }
+
+
 def test_a_layout_for_the_kernels_has_their_tables_and_no_others(tiny_checkpoint):
     forest, bucket = build_forest(sequences()), Bucket(rows=8, nodes=8, reads=8)
     both, kernels = tables(build_layout(forest, bucket)), tables(build_layout(forest, bucket, portable=False))
