@@ -51,8 +51,8 @@ exit status: 0 every level passed, 1 one failed, 2 the command line, a file or t
 _WARMUP = """\
 Loads a checkpoint as `python -m jev.server --checkpoint DIR --backend fast` does, times every way to compute each of
 its matmuls (PyTorch's, our kernel's, cuBLASLt's algorithms) on the model's own weights, checks the fastest against a
-float32 product, and keeps the choices on disk. Before that it measures, in some
-seconds, up to how many rows attention is faster in small tiles.
+float32 product, and keeps the choices on disk. Before that it measures up to how many rows attention is faster in small
+tiles.
 """
 _WARMUP_EPILOG = """\
 How many rows a request takes depends on its text and its questions: every answer's metadata says it (rows_computed),

@@ -56,10 +56,10 @@ FORMS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
 def choose_few_queries(samples: Sequence[Sample], default: int) -> int:
     """The most queries to plan in small tiles: where the samples, in total, take least.
 
-    samples: ascending by queries. The cost of a threshold is the logarithm of the time taken, averaged over the forms and
-    summed over the numbers of queries, so that each number counts alike. The threshold is the default unless another one
-    is clearly cheaper, by what a matmul must save at one number of rows (`BEATEN_BELOW`). Then it is the last number
-    that small tiles are to have, 0 where they are to have none.
+    samples: ascending by queries. The cost of a threshold is the logarithm of the time taken, averaged over the forms
+    and summed over the numbers of queries, so that each number counts alike. The threshold is the default unless
+    another one is clearly cheaper, by what a matmul must save at one number of rows (`BEATEN_BELOW`). Then it is the
+    last number that small tiles are to have, 0 where they are to have none.
     """
     queries, gains = [], []
     for count, several in groupby(samples, key=lambda sample: sample.queries):

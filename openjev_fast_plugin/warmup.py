@@ -99,9 +99,9 @@ def tune(tuning: Tuning, rows: list[int], again: bool, bar: Bar) -> dict[str, An
 
     Returns {gpu, driver, cublas, file, seconds, tuned, known, failed, attention, forwards, products}. products: figures
     of each, those known before too, with `way` for people. failed: products that could not be tuned, and attention,
-    with the reason. attention: its heads, few_queries, default and samples as `tables.TileEntry` has them, whether they were
-    known, and their file; null where no kernel takes the heads, or it failed. forwards: for each number of rows the
-    milliseconds of a forward's matmuls and of what reads them, by default and as chosen.
+    with the reason. attention: its heads, few_queries, default and samples as `tables.TileEntry` has them, whether they
+    were known, and their file; null where no kernel takes the heads, or it failed. forwards: for each number of rows
+    the milliseconds of a forward's matmuls and of what reads them, by default and as chosen.
     """
     asked = tuning.products(rows)
     missing = [product for product in asked if again or product not in tuning.entries]
