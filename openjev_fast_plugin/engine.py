@@ -27,6 +27,7 @@ from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import Settings
@@ -88,7 +89,8 @@ class PackedForward:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="openjev-fast")
 
     def prepare(self, sequences: list[np.ndarray]) -> Layout:
-        return build_layout(build_forest(sequences), self.bucket, portable=self.graphs is None)
+        few = few_queries_for(self.weights.device, self.weights.shapes.heads)
+        return build_layout(build_forest(sequences), self.bucket, self.graphs is None, few)
 
     def start(self, prepared: Layout) -> Callable[[], Outcome]:
         if self._thread is not None:
@@ -187,7 +189,7 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
-        # None where matmuls are computed in the default way alone.
+        # None where matmuls and attention are computed in the default way alone.
         self.tuning: Tuning | None = None
         if self._portable != ["all"] and settings.tuning != "off":
             self.tuning = Tuning.of(self._weights)
@@ -238,7 +240,8 @@ class FastEngine:
         """Facts for an answer's metadata and for /health; they change with the model's `max_length` and with tuning.
 
         kernels: what runs the ops; embedding and gathers are PyTorch's in any case. tuned_matmuls: how many products,
-        of one number of rows with one size of weight, have a measured choice; on a GPU only.
+        of one number of rows with one size of weight, have a measured choice; tuned_attention: whether its tile sizes
+        have; on a GPU only.
         """
         device = self._weights.device
         kernels = "pytorch"
@@ -254,6 +257,8 @@ class FastEngine:
         }
         if self.tuning is not None:
             about["tuned_matmuls"] = len(self.tuning.entries)
+            if self.tuning.attention is not None:
+                about["tuned_attention"] = not self.tuning.attention.wanted
         return about
 
     def score(self, records: list[dict[str, Any]]) -> Scores:
@@ -302,11 +307,13 @@ class FastEngine:
     def warm_up(self, ask: Callable[[], None], lengths: Sequence[int]) -> dict[str, int]:
         """Be ready for the forwards of the requests that `ask` scores, and of one prompt of each of these lengths.
 
-        Each runs once. On a GPU the products of at most `tuner.MOST_ROWS` rows that had no choice are then tuned, where
-        measured choices are used, and the graphs of their shapes captured. A length stands for those it is a round
-        number for. Nothing else may use the device meanwhile.
+        Each runs once. On a GPU, where measured choices are used, the tile sizes of attention are measured before that
+        unless they are known, since layouts depend on them, and the products of at most `tuner.MOST_ROWS` rows that had
+        no choice are tuned after it. The graphs of the shapes are captured last. A length stands for those it is a
+        round number for. Nothing else may use the device meanwhile.
 
-        Returns counts: forwards, and on a GPU shapes, captured, and where choices are used tuned, failed.
+        Returns counts: forwards, and on a GPU shapes, captured, and where choices are used tuned, failed and attention:
+        1 where its tile sizes were measured.
         Raises ValueError for a length of more than `max_rows`, OSError where a choice cannot be kept, and what `ask`
         raises.
         """
@@ -314,6 +321,7 @@ class FastEngine:
         if longest > self.max_rows:
             raise ValueError(f"no forward has {longest} rows: max_rows is {self.max_rows}")
         packed = self._packed
+        tuned = {} if self.tuning is None else warmup.tune_attention(self.tuning, self._weights.device)
         with packed.observed() as layouts:
             single = {}
             for length in lengths:
@@ -327,7 +335,7 @@ class FastEngine:
         if packed.graphs is None:
             return counts
         if self.tuning is not None:
-            counts |= warmup.tune_wanted(self.tuning, self._weights.device)
+            counts |= {**tuned, **warmup.tune_wanted(self.tuning, self._weights.device)}
         bar = partial(each, message="capturing CUDA graphs", unit="shape")
         shapes, captured = packed.graphs.capture_ahead(layouts, bar)
         return {**counts, "shapes": shapes, "captured": captured}

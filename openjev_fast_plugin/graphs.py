@@ -61,7 +61,10 @@ class IdleWork(Protocol):
         """Do a piece of some milliseconds; False where there was none to do."""
 
     def state(self, inputs: Any) -> Hashable:
-        """What a forward of these inputs reads of the results: a graph captured at another state is outdated."""
+        """What a forward of these inputs reads of the results: a graph captured at another state is outdated.
+
+        None: forwards no longer have such inputs, and their graph is let go.
+        """
 
 
 @dataclass
@@ -330,6 +333,10 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 # The thread lives on, for captures; the next eager forward tries the work again.
                 _log.exception("openjev-fast: work for an idle device failed")
                 done = False
+            for key, graph in list(self._graphs.items()):
+                if self._idle_work.state(graph.inputs) is None:
+                    del self._graphs[key]
+                    self.counts["evictions"] += 1
             outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
         with self._changed:
             self._work_left |= done

@@ -151,10 +151,16 @@ def chunk_size_for(node_length: np.ndarray, node_level: np.ndarray) -> int:
     return min(_CHUNK_SIZES, key=cost)
 
 
-def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = True) -> Layout:  # noqa: B008
+def build_layout(
+    forest: Forest,
+    bucket: Bucket = Bucket(),  # noqa: B008
+    portable: bool = True,
+    few_queries: int = 0,
+) -> Layout:
     """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
 
     portable: False leaves out the tables that only the portable ops read.
+    few_queries: the most queries that attention plans in small tiles: for its kernel what `few_queries_for` says.
 
     Padding rows form a root of their own, so they are computed like any others and no real row sees them; padding
     nodes have no rows; the last read row and the first candidate are repeated.
@@ -191,6 +197,7 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = Tru
 
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
+    plan: dict[str, Any] = {"portable": portable, "few_queries": few_queries}
     delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level) if portable else None, host)
     return Layout(
         token=torch.from_numpy(token),
@@ -203,8 +210,8 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = Tru
             node_tiles=_round_up(delta.node_tiles, bucket.nodes),
             node_slots=_round_up(delta.node_slots, bucket.nodes),
         ),
-        attention=plan_attention(*tables, np.arange(len(token)), node, host, portable=portable),
-        read_attention=plan_attention(*tables, read_row, node[read_row], host, portable=portable),
+        attention=plan_attention(*tables, np.arange(len(token)), node, host, **plan),
+        read_attention=plan_attention(*tables, read_row, node[read_row], host, **plan),
         read_row=torch.from_numpy(read_row),
         candidate_read=torch.from_numpy(candidate_read),
     )

@@ -29,8 +29,8 @@ _MOST_WAIT_US = 1000
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
 
-# Whether measured choices decide how matmuls are computed on a GPU: not at all, those there are when the server starts,
-# or also those made while it is idle.
+# Whether measured choices decide how matmuls and attention are computed on a GPU: not at all, those there are when the
+# server starts, or also those made while it is idle.
 TUNING = ("off", "tables", "idle")
 
 

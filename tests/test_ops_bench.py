@@ -329,9 +329,15 @@ def test_attention_baselines_compute_the_same_rows(case, monkeypatch):
     monkeypatch.setattr(op_baselines, "MASKED_BACKENDS", {"flash": SDPBackend.FLASH_ATTENTION})
     found = OPS["attention"].build(case, SETTING)
     names = [one.name for one in found.variants]
-    assert names == [OURS, "sdpa_padded", "sdpa_dense", *(["sdpa_root"] if case.startswith("root") else [])]
+    assert names == [
+        OURS,
+        "other_tiles",
+        "sdpa_padded",
+        "sdpa_dense",
+        *(["sdpa_root"] if case.startswith("root") else []),
+    ]
     for one in found.variants:
-        assert len(one.ways) == (1 if one.name == OURS else 4)
+        assert len(one.ways) == (1 if one.name in (OURS, "other_tiles") else 4)
         for way in one.ways:
             prepared = way.prepare()
             ((output, expected),) = prepared.compare(prepared.calls[0]())
