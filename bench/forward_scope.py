@@ -28,6 +28,7 @@ from openjev_fast_plugin.measurement.timing import summary
 from openjev_fast_plugin.ops import _cuda, linear
 from openjev_fast_plugin.ops._choices import OPS, Choice, Product
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
+from openjev_fast_plugin.packed_layout import pack_layout
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
 from openjev_fast_plugin.random_models import VOCABULARY, head, text_config, text_model
 from openjev_fast_plugin.tuner import Tuning
@@ -104,7 +105,7 @@ class Fast:
 
         def run() -> torch.Tensor:
             few = few_queries_for(self.weights.device, self.weights.shapes.heads)
-            layout = build_layout(build_forest(sequences), CUDA_BUCKET, portable=False, few_queries=few)
+            layout = pack_layout(sequences, CUDA_BUCKET, few, pinned=True)
             return self.graphs(layout)[0][: len(sequences)].cpu()
 
         return run

@@ -14,25 +14,20 @@ namespace {
 
 using at::Tensor;
 
-// tokens: [L] int32 and bounds: [C + 1] int64 on the CPU, as layout.h says. Returns the buffer [length] int32, and the
-// sizes in the order of LayoutSizes.
-std::tuple<Tensor, std::vector<int64_t>> packed_layout(const Tensor& tokens, const Tensor& bounds,
+// tokens: [L] int32 on the CPU; bounds: of the sequences in it, C + 1 numbers, as layout.h says. Returns the buffer
+// [length] int32, and the sizes in the order of LayoutSizes.
+std::tuple<Tensor, std::vector<int64_t>> packed_layout(const Tensor& tokens, at::IntArrayRef bounds,
                                                        int64_t rows, int64_t nodes, int64_t reads,
                                                        int64_t few_queries, bool pinned) {
   TORCH_CHECK(tokens.is_cpu() && tokens.scalar_type() == at::ScalarType::Int && tokens.dim() == 1 &&
                   tokens.is_contiguous(),
               "packed_layout: tokens must be int32 [L] on the CPU");
-  TORCH_CHECK(bounds.is_cpu() && bounds.scalar_type() == at::ScalarType::Long && bounds.dim() == 1 &&
-                  bounds.is_contiguous() && bounds.numel() >= 2,
-              "packed_layout: bounds must be int64 [C + 1] on the CPU, of at least one sequence");
   TORCH_CHECK(rows >= 1 && nodes >= 1 && reads >= 1, "packed_layout: sizes are rounded up to at least 1");
-  const auto* bound = bounds.const_data_ptr<int64_t>();
-  const int64_t sequences = bounds.numel() - 1;
-  bool filled = bound[0] == 0 && bound[sequences] == tokens.numel();
-  for (int64_t i = 0; i < sequences; ++i) filled = filled && bound[i] < bound[i + 1];
-  TORCH_CHECK(filled, "packed_layout: bounds must ascend from 0 to the number of tokens");
-  const PackedLayout layout(tokens.const_data_ptr<int32_t>(), bound, sequences,
-                            {rows, nodes, reads, few_queries});
+  bool ascending = bounds.size() >= 2 && bounds.front() == 0 && bounds.back() == tokens.numel();
+  for (size_t i = 1; i < bounds.size(); ++i) ascending = ascending && bounds[i - 1] < bounds[i];
+  TORCH_CHECK(ascending, "packed_layout: bounds must ascend from 0 to the number of tokens");
+  const PackedLayout layout(tokens.const_data_ptr<int32_t>(), bounds.data(),
+                            static_cast<int64_t>(bounds.size()) - 1, {rows, nodes, reads, few_queries});
   Tensor packed = at::empty({layout.length()}, tokens.options().pinned_memory(pinned));
   layout.write(packed.mutable_data_ptr<int32_t>());
   const LayoutSizes& sizes = layout.sizes();

@@ -28,6 +28,7 @@ from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
+from openjev_fast_plugin.packed_layout import PackedLayout, pack_layout
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import Settings
@@ -76,23 +77,26 @@ class PackedForward:
         self, weights: model_weights.Weights, portable: list[str], idle_work: IdleWork | None = None
     ):
         self.weights = weights
-        self.bucket, self.graphs = Bucket(), None
+        self.bucket = Bucket()
+        self.graphs: GraphedForward[Layout | PackedLayout] | None = None
         if not portable:
             # No op synchronises, so a forward can be captured.
             self.bucket = CUDA_BUCKET
             self.graphs = GraphedForward(partial(forward, weights), weights.device, idle_work=idle_work)
         # The layouts of the forwards that are run, where somebody asked for them.
-        self._observed: list[Layout] | None = None
+        self._observed: list[Layout | PackedLayout] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if weights.device.type == "cpu":
             # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="openjev-fast")
 
-    def prepare(self, sequences: list[np.ndarray]) -> Layout:
+    def prepare(self, sequences: list[np.ndarray]) -> Layout | PackedLayout:
         few = few_queries_for(self.weights.device, self.weights.shapes.heads)
-        return build_layout(build_forest(sequences), self.bucket, self.graphs is None, few)
+        if self.graphs is None:
+            return build_layout(build_forest(sequences), self.bucket, few_queries=few)
+        return pack_layout(sequences, self.bucket, few, pinned=self.weights.device.type == "cuda")
 
-    def start(self, prepared: Layout) -> Callable[[], Outcome]:
+    def start(self, prepared: Layout | PackedLayout) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, prepared, torch.get_num_threads()).result
         if self.graphs is not None and self._observed is None and self.graphs.holds(prepared):
@@ -103,9 +107,9 @@ class PackedForward:
         return partial(self._compute, prepared)
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[list[Layout]]:
+    def observed(self) -> Iterator[list[Layout | PackedLayout]]:
         """The layouts of the forwards that run inside, in order; none is replayed, or captured for having run."""
-        layouts: list[Layout] = []
+        layouts: list[Layout | PackedLayout] = []
         self._observed = layouts
         try:
             yield layouts
@@ -146,7 +150,7 @@ class PackedForward:
             gauges["device_memory_allocated_bytes"] = torch.cuda.memory_allocated(self.weights.device)
         return counters, gauges
 
-    def _compute(self, layout: Layout, threads: int | None = None) -> Outcome:
+    def _compute(self, layout: Layout | PackedLayout, threads: int | None = None) -> Outcome:
         """threads: what the request's thread would compute with."""
         if threads is not None and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
@@ -159,6 +163,7 @@ class PackedForward:
                     self.graphs(layout) if observed is None else (self.graphs.eager(layout), False)
                 )
             else:
+                assert isinstance(layout, Layout)
                 scores, replayed = forward(self.weights, layout.to(self.weights.device)), False
             return _outcome(scores, layout, replayed)
 
@@ -413,7 +418,7 @@ def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str
     return missing
 
 
-def _outcome(scores: torch.Tensor, layout: Layout, replayed: bool) -> Outcome:
+def _outcome(scores: torch.Tensor, layout: Layout | PackedLayout, replayed: bool) -> Outcome:
     """Waits for the scores of a layout's candidates."""
     return Outcome(scores.cpu().numpy(), layout.rows, replayed)
 

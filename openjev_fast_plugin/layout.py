@@ -17,7 +17,7 @@ _CHUNK_SIZES = (64, 32, 16)
 # Tables that the portable ops loop over on the host; all others belong on the model's device.
 _HOST_TABLES = frozenset(("step_start", "step_kept", "block_query", "block_own", "block_range", "range_rows"))
 # Tables start at multiples of this many int32, so that kernels can read 16 bytes at a time.
-_ALIGNMENT = 4
+ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,15 @@ class Layout:
     @property
     def rows(self) -> int:
         return self.token.shape[0]
+
+    @property
+    def reads(self) -> int:
+        return self.read_row.shape[0]
+
+    @property
+    def tile_queries(self) -> tuple[int, int]:
+        """Queries of a tile of attention: of every row, and of the read rows."""
+        return self.attention.tile_queries, self.read_attention.tile_queries
 
     def to(self, device: torch.device) -> Layout:
         """The same layout with its device tables on `device`, moved in one copy."""
@@ -112,7 +121,7 @@ class Layout:
     @cached_property
     def _starts(self) -> list[int]:
         """Where each device table starts in the packed tensor; the last number is the tensor's size."""
-        return [0, *accumulate(_round_up(table.numel(), _ALIGNMENT) for table in self._tables)]
+        return [0, *accumulate(round_up(table.numel(), ALIGNMENT) for table in self._tables)]
 
 
 def _device_tables(plan: DeltaPlan | AttentionPlan) -> dict[str, torch.Tensor]:
@@ -207,8 +216,8 @@ def build_layout(
         delta=delta._replace(
             node=_with_empty_entries(delta.node, bucket.nodes),
             node_chunk=_with_empty_entries(delta.node_chunk, bucket.nodes),
-            node_tiles=_round_up(delta.node_tiles, bucket.nodes),
-            node_slots=_round_up(delta.node_slots, bucket.nodes),
+            node_tiles=round_up(delta.node_tiles, bucket.nodes),
+            node_slots=round_up(delta.node_slots, bucket.nodes),
         ),
         attention=plan_attention(*tables, np.arange(len(token)), node, host, **plan),
         read_attention=plan_attention(*tables, read_row, node[read_row], host, **plan),
@@ -228,5 +237,5 @@ def _with_empty_entries(table: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([table, table.new_zeros(-len(table) % multiple, table.shape[1])])
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

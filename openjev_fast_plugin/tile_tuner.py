@@ -28,6 +28,7 @@ from openjev_fast_plugin.ops.tree_attention import (
     multiprocessors_of,
     tile_queries_for,
 )
+from openjev_fast_plugin.packed_layout import PackedLayout
 from openjev_fast_plugin.replay_timer import BEATEN_BELOW, LEAST_CALLS, WARM_ROUNDS, Timer, calls_for
 from openjev_fast_plugin.tables import AttentionFacts, Sample, Store, TileEntry
 
@@ -181,12 +182,12 @@ class TileTuning:
         """The most queries planned in small tiles from now on."""
         return self._choices.few_queries.get(self.heads, self.tuner.default)
 
-    def lays_out(self, layout: Layout) -> bool:
+    def lays_out(self, layout: Layout | PackedLayout) -> bool:
         """Whether a layout has the tiles that it would have now."""
         few = self.few_queries
-        return all(
-            plan.tile_queries == tile_queries_for(len(plan.query_row), few)
-            for plan in (layout.attention, layout.read_attention)
+        return layout.tile_queries == (
+            tile_queries_for(layout.rows, few),
+            tile_queries_for(layout.reads, few),
         )
 
     def tune(self) -> Generator[None, None, TileEntry]:

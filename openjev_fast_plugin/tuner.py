@@ -39,6 +39,7 @@ from openjev_fast_plugin.ops.linear import (
     kernel_tiles,
 )
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS
+from openjev_fast_plugin.packed_layout import PackedLayout
 from openjev_fast_plugin.replay_timer import (
     BEATEN_BELOW,
     LEAST_CALLS,
@@ -533,12 +534,12 @@ class IdleTuning:
             _log.warning("openjev-fast: %s was not tuned or not kept: %s", wanted, error)
         return True
 
-    def state(self, inputs: Layout) -> tuple[int, ...] | None:
+    def state(self, inputs: Layout | PackedLayout) -> tuple[int, ...] | None:
         """Changes when the way of a product of a forward of these inputs does; None: attention has other tiles now."""
         attention = self._tuning.attention
         if attention is not None and not attention.lays_out(inputs):
             return None
-        return self._tuning.choices.state((inputs.rows, len(inputs.read_row)))
+        return self._tuning.choices.state((inputs.rows, inputs.reads))
 
     def _tune(self, wanted: Product | Heads) -> Generator[None, None, Entry | TileEntry]:
         if isinstance(wanted, Heads):

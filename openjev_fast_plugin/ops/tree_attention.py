@@ -26,7 +26,7 @@ KERNEL_DIMS = (64, 128, 256)
 # Keys of a tile whose rows do not follow on start at a multiple of this: the kernel for Hopper copies 8 rows.
 _RUN_KEYS = 8
 # The tables for the portable implementation in a plan for the kernel alone.
-_NO_BLOCKS = {
+NO_BLOCKS = {
     "block_query": torch.zeros(0, dtype=torch.int32),
     "block_own": torch.zeros(0, 2, dtype=torch.int32),
     "block_range": torch.zeros(0, dtype=torch.int32),
@@ -119,7 +119,7 @@ def plan_attention(
     if not 1 <= tile_queries <= _MOST_TILE_QUERIES:
         raise ValueError(f"tile_queries must be 1 to {_MOST_TILE_QUERIES}, it is {tile_queries}")
     first_row = node_start[query_node]
-    blocks = _NO_BLOCKS
+    blocks = NO_BLOCKS
     if portable:
         blocks = _plan_blocks(node_start, node_length, node_parent, query_row, query_node, first_row)
     tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)

@@ -16,6 +16,7 @@ from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.ops import add_rms_norm_ref
+from openjev_fast_plugin.packed_layout import pack_layout
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.weights import Weights, take_weights
 
@@ -43,6 +44,23 @@ def weights() -> Weights:
 
 def layout_of(case: str, seed: int = 0) -> Layout:
     return build_layout(build_forest(prompts(case, VOCABULARY, seed)), CUDA_BUCKET, False, FEW_QUERIES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiled_layout_computes_the_same_bits(weights, case):
+    sequences = prompts(case, VOCABULARY)
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=0.0)
+    compiled = pack_layout(sequences, CUDA_BUCKET, FEW_QUERIES, pinned=True)
+    assert compiled.pack().is_pinned()
+    expected = graphs.eager(layout_of(case))
+    assert torch.equal(graphs.eager(compiled), expected)
+    # Captured from the one, replayed with the other, of other tokens.
+    graphs.capture(compiled)
+    other = pack_layout(prompts(case, VOCABULARY, 1), CUDA_BUCKET, FEW_QUERIES, pinned=True)
+    for layout in (layout_of(case, 1), other):
+        scores, replayed = graphs(layout)
+        assert replayed and torch.equal(scores, graphs.eager(other))
+    assert not torch.equal(scores, expected)
 
 
 def states_of(weights: Weights, layout: Layout, monkeypatch) -> list[torch.Tensor]:
