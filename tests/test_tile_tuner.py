@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pieces import finished
 from prompt_cases import prompts
 from recorded import record_instead_of_capture
 
@@ -163,16 +164,6 @@ class FakeTimer:
         queries = len(plan.query_row)
         small = plan.tile_queries == SMALL_TILE
         return queries / 10 * (1.0 if small == (queries <= self.crossing) else 1.2)
-
-
-def finished(running):
-    pieces = 0
-    while True:
-        try:
-            next(running)
-        except StopIteration as done:
-            return done.value, pieces
-        pieces += 1
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from pieces import finished
 from prompt_cases import prompts
 from recorded import record_instead_of_capture
 
@@ -100,17 +101,6 @@ def weights_of(product: Product, count: int = 3) -> dict[Weight, list[torch.Tens
     size = (product.features, product.columns)
     several = [torch.randn(size).bfloat16() for _ in range(count)]
     return {Weight(product.op, *size): several}
-
-
-def finished(running):
-    """What a generator returns, and how many pieces it was cut into."""
-    pieces = 0
-    while True:
-        try:
-            next(running)
-        except StopIteration as done:
-            return done.value, pieces
-        pieces += 1
 
 
 def tuned(

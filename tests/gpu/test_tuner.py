@@ -16,6 +16,7 @@ import torch.nn.functional as F
 # The parent folder is on the path through its conftest.py.
 from comparison import bfloat16_ulp, relative_l2
 from forests import TREES
+from pieces import finished
 from prompt_cases import prompts
 
 from openjev_fast_plugin import tables
@@ -251,14 +252,6 @@ def test_a_call_that_fails_leaves_the_timer_usable():
 # The tuner
 
 
-def finished(running):
-    while True:
-        try:
-            next(running)
-        except StopIteration as done:
-            return done.value
-
-
 @pytest.mark.parametrize("op", _choices.OPS)
 @pytest.mark.parametrize("rows", [72, 280])
 @torch.inference_mode()
@@ -266,7 +259,7 @@ def test_what_is_chosen_is_no_slower_than_the_default_and_agrees(op, rows, ways)
     weights = [normal(4096, 2048, scale=2048**-0.5) for _ in range(12)]
     tuner = Tuner({Weight(op, 4096, 2048): weights}, ways, GraphTimer(DEVICE))
     product = Product(op, rows, 4096, 2048)
-    entry = finished(tuner.tune(product))
+    entry, _ = finished(tuner.tune(product))
     print(f"\n{product}: {entry}; refused {len(tuner.refused)}: {tuner.refused[:2]}")
     assert 0 < entry.us <= entry.default_us < 1000
     assert entry.rel_l2 <= 1.05 * entry.pytorch_rel_l2 < 0.01
@@ -416,7 +409,7 @@ def test_tile_sizes_are_measured_kept_and_compute_the_same(weights, kept):
     assert attention.wanted
     before = plan(few_queries=few_queries_for(DEVICE, heads))
     assert few_queries_for(DEVICE, heads) == attention.tuner.default > 0
-    entry = finished(attention.tune())
+    entry, _ = finished(attention.tune())
     print(f"\n{heads}: {entry.few_queries} queries in small tiles, {entry.default} by default")
     for sample in entry.samples:
         print(sample)
