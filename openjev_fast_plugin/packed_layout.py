@@ -44,10 +44,11 @@ class PackedLayout:
             *((reads,), (reads,), (read_tiles, 4), (read_ranges, 4)),
             *((reads,), (candidates,)),
         )
+        self._shape_key = (*self._shapes, 0, 0, *numbers)
 
     def shape_key(self) -> tuple[object, ...]:
         """That of the `Layout`."""
-        return (*self._shapes, 0, 0, *self._numbers)
+        return self._shape_key
 
     def pack(self, pinned: bool = False) -> torch.Tensor:
         """The buffer, which nobody may write to; in page-locked memory or not, as it was made."""
