@@ -92,19 +92,15 @@ class PackedForward:
 
     def prepare(self, sequences: list[np.ndarray]) -> Layout | PackedLayout:
         few = few_queries_for(self.weights.device, self.weights.shapes.heads)
-        if self._compiled:
-            return packed_layout.pack_layout(sequences, self.bucket, few, pinned=True)
-        return build_layout(build_forest(sequences), self.bucket, self.graphs is None, few)
+        if self.graphs is None:
+            return build_layout(build_forest(sequences), self.bucket, few_queries=few)
+        pinned = self.weights.device.type == "cuda"
+        return packed_layout.pack_layout(sequences, self.bucket, few, pinned)
 
     def count_rows(self, sequences: list[np.ndarray]) -> int:
         """What these sequences take by themselves, not rounded up: `forest.count_rows`."""
-        count = packed_layout.count_rows if self._compiled else forest.count_rows
+        count = forest.count_rows if self.graphs is None else packed_layout.count_rows
         return count(sequences)
-
-    @property
-    def _compiled(self) -> bool:
-        """Whether forwards read tables of the kernels alone; then there is their library to make them."""
-        return self.graphs is not None and self.weights.device.type == "cuda"
 
     def start(self, prepared: Layout | PackedLayout) -> Callable[[], Outcome]:
         if self._thread is not None:
