@@ -1,9 +1,11 @@
-// packed_layout as an op of torch.ops.openjev_fast_cuda: the tables of a forward, in page-locked memory.
+// layout.h as ops of torch.ops.openjev_fast_cuda on host tensors: the tables of a forward, in page-locked memory, and its
+// rows alone.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 #include <vector>
 
@@ -14,20 +16,29 @@ namespace {
 
 using at::Tensor;
 
-// tokens: [L] int32 on the CPU; bounds: of the sequences in it, C + 1 numbers, as layout.h says. Returns the buffer
-// [length] int32, and the sizes in the order of LayoutSizes.
+// tokens: [L] int32 on the host; bounds: of the sequences in it, C + 1 numbers, as layout.h says.
+Sequences checked(const Tensor& tokens, at::IntArrayRef bounds, const char* op) {
+  TORCH_CHECK(tokens.is_cpu() && tokens.scalar_type() == at::ScalarType::Int && tokens.dim() == 1 &&
+                  tokens.is_contiguous(),
+              op, ": tokens must be int32 [L] on the CPU");
+  bool ascending = bounds.size() >= 2 && bounds.front() == 0 && bounds.back() == tokens.numel();
+  for (size_t i = 1; i < bounds.size(); ++i) ascending = ascending && bounds[i - 1] < bounds[i];
+  TORCH_CHECK(ascending, op, ": bounds must ascend from 0 to the number of tokens");
+  const int32_t* const token = tokens.const_data_ptr<int32_t>();
+  const auto [low, high] = std::minmax_element(token, token + tokens.numel());
+  TORCH_CHECK_VALUE(*low >= 0, "token ids must lie in [0, 2**31), got ", *low, " to ", *high);
+  return {token, bounds.data(), static_cast<int64_t>(bounds.size()) - 1};
+}
+
+// Returns the buffer [length] int32, and the sizes in the order of LayoutSizes.
 std::tuple<Tensor, std::vector<int64_t>> packed_layout(const Tensor& tokens, at::IntArrayRef bounds,
                                                        int64_t rows, int64_t nodes, int64_t reads,
                                                        int64_t few_queries, bool pinned) {
-  TORCH_CHECK(tokens.is_cpu() && tokens.scalar_type() == at::ScalarType::Int && tokens.dim() == 1 &&
-                  tokens.is_contiguous(),
-              "packed_layout: tokens must be int32 [L] on the CPU");
+  const Sequences sequences = checked(tokens, bounds, "packed_layout");
   TORCH_CHECK(rows >= 1 && nodes >= 1 && reads >= 1, "packed_layout: sizes are rounded up to at least 1");
-  bool ascending = bounds.size() >= 2 && bounds.front() == 0 && bounds.back() == tokens.numel();
-  for (size_t i = 1; i < bounds.size(); ++i) ascending = ascending && bounds[i - 1] < bounds[i];
-  TORCH_CHECK(ascending, "packed_layout: bounds must ascend from 0 to the number of tokens");
-  const PackedLayout layout(tokens.const_data_ptr<int32_t>(), bounds.data(),
-                            static_cast<int64_t>(bounds.size()) - 1, {rows, nodes, reads, few_queries});
+  TORCH_CHECK(tokens.numel() + rows < int64_t{1} << 31, "packed_layout: fewer than 2**31 tokens, found ",
+              tokens.numel());
+  const PackedLayout layout(sequences, {rows, nodes, reads, few_queries});
   Tensor packed = at::empty({layout.length()}, tokens.options().pinned_memory(pinned));
   layout.write(packed.mutable_data_ptr<int32_t>());
   const LayoutSizes& sizes = layout.sizes();
@@ -37,8 +48,17 @@ std::tuple<Tensor, std::vector<int64_t>> packed_layout(const Tensor& tokens, at:
            sizes.read_tile_queries}};
 }
 
+int64_t count_rows(const Tensor& tokens, at::IntArrayRef bounds) {
+  TORCH_CHECK(tokens.numel() < int64_t{1} << 31, "count_rows: fewer than 2**31 tokens, found ",
+              tokens.numel());
+  return SortedSequences(checked(tokens, bounds, "count_rows")).rows();
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) { library.def("packed_layout", &packed_layout); }
+TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) {
+  library.def("count_rows", &count_rows);
+  library.def("packed_layout", &packed_layout);
+}
 
 }  // namespace openjev_fast

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from openjev_fast_plugin import warmup
+from openjev_fast_plugin import forest, packed_layout, warmup
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.console import each
-from openjev_fast_plugin.forest import build_forest, count_rows, split_to_fit
+from openjev_fast_plugin.forest import build_forest, split_to_fit
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import GraphedForward, IdleWork
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
@@ -28,7 +28,7 @@ from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
-from openjev_fast_plugin.packed_layout import PackedLayout, pack_layout
+from openjev_fast_plugin.packed_layout import PackedLayout
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import Settings
@@ -94,7 +94,13 @@ class PackedForward:
         few = few_queries_for(self.weights.device, self.weights.shapes.heads)
         if self.graphs is None:
             return build_layout(build_forest(sequences), self.bucket, few_queries=few)
-        return pack_layout(sequences, self.bucket, few, pinned=self.weights.device.type == "cuda")
+        pinned = self.weights.device.type == "cuda"
+        return packed_layout.pack_layout(sequences, self.bucket, few, pinned)
+
+    def count_rows(self, sequences: list[np.ndarray]) -> int:
+        """What these sequences take by themselves, not rounded up: `forest.count_rows`."""
+        count = forest.count_rows if self.graphs is None else packed_layout.count_rows
+        return count(sequences)
 
     def start(self, prepared: Layout | PackedLayout) -> Callable[[], Outcome]:
         if self._thread is not None:
@@ -348,7 +354,7 @@ class FastEngine:
     def _cut(self, sequences: list[list[np.ndarray]]) -> list[tuple[Part, int]]:
         """The forwards of one request, each with the rows it takes by itself."""
         every = [sequence for group in sequences for sequence in group]
-        rows, max_rows = count_rows(every), self.max_rows
+        rows, max_rows = self._packed.count_rows(every), self.max_rows
         whole = [(group, slice(0, len(candidates))) for group, candidates in enumerate(sequences)]
         if rows <= min(CUT_ROWS, max_rows):
             return [(whole, rows)]
@@ -356,7 +362,12 @@ class FastEngine:
         def cut(most: int) -> list[tuple[Part, int]]:
             parts = split_to_fit(sequences, most)
             return [
-                (part, count_rows([each for group, span in part for each in sequences[group][span]]))
+                (
+                    part,
+                    self._packed.count_rows(
+                        [each for group, span in part for each in sequences[group][span]]
+                    ),
+                )
                 for part in parts
             ]
 
@@ -381,7 +392,7 @@ class FastEngine:
             half = max(rows // 2, max(map(len, sequences)))
             for ((_, span),) in split_to_fit([sequences], half):
                 smaller = sequences[span]
-                found.append(self.scheduler.score(place, smaller, count_rows(smaller)))
+                found.append(self.scheduler.score(place, smaller, self._packed.count_rows(smaller)))
         forwards += found
         return np.concatenate([each.scores for each in found])
 

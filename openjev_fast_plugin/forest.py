@@ -216,6 +216,7 @@ class _SortedSequences:
 
     def __init__(self, sequences: Sequence[np.ndarray]) -> None:
         self.flat, bounds = flatten(sequences)
+        check_ids(self.flat)
         common = len(sequences[0])
         for sequence in sequences:
             common = _shared_length(sequences[0][:common], sequence)
@@ -268,7 +269,7 @@ class RowCount:
 
 
 def flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """All sequences in one array, and the C + 1 bounds between them; ValueError as build_forest says."""
+    """All sequences in one array, and the C + 1 bounds between them; ValueError as build_forest says, but for ids."""
     if not len(sequences):
         raise ValueError("there is no sequence to pack")
     bounds = [0]
@@ -279,11 +280,14 @@ def flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
         if not len(sequence):
             raise ValueError(f"sequence {index} is empty")
         bounds.append(bounds[-1] + len(sequence))
-    flat = np.concatenate(sequences)
-    low, high = int(flat.min()), int(flat.max())
+    return np.concatenate(sequences), bounds
+
+
+def check_ids(tokens: np.ndarray) -> None:
+    """Raises ValueError where an id is out of range."""
+    low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high > _MAX_TOKEN:
         raise ValueError(f"token ids must lie in [0, 2**31), got {low} to {high}")
-    return flat, bounds
 
 
 def _sort_key(tokens: np.ndarray) -> bytes:

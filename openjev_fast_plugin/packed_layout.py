@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 import torch
 
-from openjev_fast_plugin.forest import flatten
+from openjev_fast_plugin.forest import check_ids, flatten
 from openjev_fast_plugin.layout import ALIGNMENT, Bucket, Layout, round_up
 from openjev_fast_plugin.ops import AttentionPlan, DeltaPlan, _cuda
 from openjev_fast_plugin.ops.tree_attention import NO_BLOCKS
@@ -44,10 +44,11 @@ class PackedLayout:
             *((reads,), (reads,), (read_tiles, 4), (read_ranges, 4)),
             *((reads,), (candidates,)),
         )
+        self._shape_key = (*self._shapes, 0, 0, *numbers)
 
     def shape_key(self) -> tuple[object, ...]:
         """That of the `Layout`."""
-        return (*self._shapes, 0, 0, *self._numbers)
+        return self._shape_key
 
     def pack(self, pinned: bool = False) -> torch.Tensor:
         """The buffer, which nobody may write to; in page-locked memory or not, as it was made."""
@@ -99,10 +100,21 @@ def pack_layout(
     sequences and errors: as for `build_forest`. few_queries: as for `build_layout`. pinned: in page-locked memory, from
     which a CUDA device copies without the host waiting. Raises BuildError where the kernels cannot be built.
     """
-    tokens, bounds = flatten(sequences)
     packed, sizes = _cuda.load()["packed_layout"](
-        torch.from_numpy(tokens.astype(np.int32, copy=False)),
-        bounds,
-        *(bucket.rows, bucket.nodes, bucket.reads, few_queries, pinned),
+        *_flat(sequences), bucket.rows, bucket.nodes, bucket.reads, few_queries, pinned
     )
     return PackedLayout(packed, sizes)
+
+
+def count_rows(sequences: Sequence[np.ndarray]) -> int:
+    """What `forest.count_rows` returns, and raises. Raises BuildError where the kernels cannot be built."""
+    return _cuda.load()["count_rows"](*_flat(sequences))
+
+
+def _flat(sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[int]]:
+    """As `flatten` returns, in int32; of those ids the compiled code looks for negative ones."""
+    tokens, bounds = flatten(sequences)
+    if tokens.dtype != np.int32:
+        check_ids(tokens)
+        tokens = tokens.astype(np.int32)
+    return torch.from_numpy(tokens), bounds

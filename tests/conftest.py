@@ -26,7 +26,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled_layout(tmp_path_factory) -> dict[str, Callable]:
-    """The op that lays sequences out, built with the host's compiler; on a GPU, every op of the kernels' library."""
+    """The ops that lay sequences out, built with the host's compiler; on a GPU, every op of the kernels' library."""
     import torch
 
     from openjev_fast_plugin import build
@@ -51,4 +51,4 @@ def compiled_layout(tmp_path_factory) -> dict[str, Callable]:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stderr}"
     torch.ops.load_library(str(library))
-    return {"packed_layout": torch.ops.openjev_fast_cuda.packed_layout.default}
+    return {name: getattr(torch.ops.openjev_fast_cuda, name).default for name in _cuda.HOST}

@@ -53,11 +53,15 @@ def test_it_is_active_at_the_start(installed, tmp_path):
     code = (
         "import sys; assert 'torch' not in sys.modules; import openjev_fast_plugin.csrc; "
         "from openjev_fast_plugin.patches import jev_serving; from pathlib import Path; "
-        "folder = Path(openjev_fast_plugin.csrc.__path__[0]); print(len([*folder.glob('*.cu')]))"
+        "folder = Path(openjev_fast_plugin.csrc.__path__[0]); "
+        "print(*sorted(path.name for path in folder.iterdir() if path.suffix in ('.cu', '.cuh', '.cpp', '.h')))"
     )
     result = run(interpreter, "-c", code)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) == len([*(ROOT / "csrc").glob("*.cu")])
+    sources = [
+        path.name for path in (ROOT / "csrc").iterdir() if path.suffix in (".cu", ".cuh", ".cpp", ".h")
+    ]
+    assert result.stdout.split() == sorted(sources) and "layout.cpp" in sources
 
 
 def test_one_pass_over_the_startup_files_is_enough(installed):

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_cases import prompts
 
+from openjev_fast_plugin import forest as numpy_forest
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.ops import _cuda
-from openjev_fast_plugin.packed_layout import PackedLayout, pack_layout
+from openjev_fast_plugin.packed_layout import PackedLayout, count_rows, pack_layout
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def check(sequences: list[np.ndarray], bucket: Bucket = CUDA_BUCKET, few_queries
     assert found.shape_key() == expected.shape_key()
     assert (found.rows, found.reads) == (expected.rows, expected.reads)
     assert found.tile_queries == expected.tile_queries
+    assert count_rows(sequences) == numpy_forest.count_rows(sequences)
     packed = found.pack()
     assert packed.dtype == torch.int32 and packed.shape == expected.pack().shape
     # The layouts' ways to take a buffer apart are one.
@@ -92,6 +94,23 @@ def test_requests_of_several_states():
     check([sequence for seed in range(5) for sequence in prompts("example", 1000, seed)])
 
 
+def test_states_of_equal_beginnings_with_options_given_in_turn():
+    """A sort that compares them anew for each pair reads all of them again and again."""
+    draw = np.random.default_rng(0)
+    text = draw.integers(0, 1000, 3000).astype(np.int32)
+    states = [np.append(text, np.int32(end)) for end in (7, 3, 9)]
+    tails = [draw.integers(0, 4, length).astype(np.int32) for length in draw.integers(1, 9, 120)]
+    check([np.concatenate([state, tail]) for tail in tails for state in states])
+    # As sequences that end inside one another's paths, and where blocks of a comparison end.
+    check([text[:end] for end in (31, 32, 33, 64, 65, 3000, 1, 2)] + states + states[:1])
+
+
+def test_nodes_in_a_deep_chain_with_branches():
+    """Every tile sees every node above it: as many ranges as the table has, found without climbing for each query."""
+    line = np.arange(600, dtype=np.int32)
+    check([np.append(line[:end], np.int32(1000 + turn)) for end in range(1, 600, 2) for turn in range(3)])
+
+
 def test_tokens_of_any_size_are_in_the_same_order():
     ids = [0, 1, 255, 256, 65_535, 65_536, 2**24, 2**31 - 1]
     check([np.array([5, one, other]) for one in ids for other in ids])
@@ -111,12 +130,17 @@ def test_the_buffer_is_the_layouts_own():
         ([], "there is no sequence"),
         ([np.array([], np.int32)], "sequence 0 is empty"),
         ([np.array([1, -1])], "token ids must lie in"),
+        ([np.array([4, -3, 5], np.int32)], r"token ids must lie in \[0, 2\*\*31\), got -3 to 5$"),
         ([np.array([2**31])], "token ids must lie in"),
         ([np.array([1.0])], "one-dimensional integer array"),
     ],
 )
 def test_what_is_no_sequence_is_refused_as_by_build_forest(sequences, told):
-    for refuses in (build_forest, lambda given: pack_layout(given, CUDA_BUCKET, 330, pinned=False)):
+    for refuses in (
+        build_forest,
+        count_rows,
+        lambda given: pack_layout(given, CUDA_BUCKET, 330, pinned=False),
+    ):
         with pytest.raises(ValueError, match=told):
             refuses(sequences)
 
@@ -126,5 +150,8 @@ def test_what_is_no_sequence_is_refused_as_by_build_forest(sequences, told):
     [([1, 2], [0, 1]), ([1, 2], [0, 0, 2]), ([1, 2], [1, 2]), ([1, 2], [0]), ([1, 2], [0, 3])],
 )
 def test_the_op_refuses_bounds_of_other_tokens(compiled_layout, tokens, bounds):
+    given = torch.tensor(tokens, dtype=torch.int32), bounds
     with pytest.raises(RuntimeError, match="packed_layout: bounds must"):
-        compiled_layout["packed_layout"](torch.tensor(tokens, dtype=torch.int32), bounds, 8, 8, 8, 330, False)
+        compiled_layout["packed_layout"](*given, 8, 8, 8, 330, False)
+    with pytest.raises(RuntimeError, match="count_rows: bounds must"):
+        compiled_layout["count_rows"](*given)
