@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,14 @@ import torch
 from openjev_fast_plugin.forest import Forest
 from openjev_fast_plugin.ops import AttentionPlan, DeltaPlan, plan_attention, plan_delta_rule
 
+# Rows before its own that a row's convolution reads.
+CONVOLUTION_ROWS = 3
 _CHUNK_SIZES = (64, 32, 16)
 # Tables that the portable ops loop over on the host; all others belong on the model's device.
-_HOST_TABLES = frozenset(("step_start", "step_kept", "block_query", "block_own", "block_range", "range_rows"))
+_HOST_TABLES = frozenset(
+    ("step_start", "step_kept", "kept_source", "kept_target")
+    + ("block_query", "block_own", "block_range", "range_rows")
+)
 # Tables start at multiples of this many int32, so that kernels can read 16 bytes at a time.
 _ALIGNMENT = 4
 
@@ -29,6 +34,26 @@ class Bucket:
     reads: int = 1
 
 
+class Reuse(NamedTuple):
+    """Where a forward finds what was kept of P prefixes, and puts what is kept of T of its own; tables are int32.
+
+    Places of prefixes and kept rows are numbered from 1: what is put at 0 nobody keeps. Keys and values that queries
+    see are those of G kept rows, then the N packed ones.
+
+    kept_place: [P], places of the prefixes whose last rows the last 3 P packed rows stand for in a convolution.
+    kept_row: [G], kept rows of these prefixes, one prefix after the other; the last one is repeated.
+    keep_place: [T]. keep_last: [3 T], the last three packed rows of each.
+    keep_from: [U], rows that queries see, of one after the other; the last one is repeated. keep_row: [U], where to.
+    """
+
+    kept_place: torch.Tensor
+    kept_row: torch.Tensor
+    keep_place: torch.Tensor
+    keep_last: torch.Tensor
+    keep_from: torch.Tensor
+    keep_row: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Layout:
     """N packed rows, M read rows, C candidates; tables are int32.
@@ -37,6 +62,7 @@ class Layout:
     predecessor: [N, 3], rows 1, 2 and 3 steps back on the path, -1 before its start.
     delta: nodes of the delta rule. attention: every row as a query. read_attention: the read rows as queries.
     read_row: [M], rows the head reads. candidate_read: [C], index into read_row of each candidate.
+    reuse: prefixes it starts from or keeps; None: there are none.
     """
 
     token: torch.Tensor
@@ -47,10 +73,24 @@ class Layout:
     read_attention: AttentionPlan
     read_row: torch.Tensor
     candidate_read: torch.Tensor
+    reuse: Reuse | None = None
 
     @property
     def rows(self) -> int:
         return self.token.shape[0]
+
+    def keeping(self, node: np.ndarray, place: np.ndarray, row: np.ndarray) -> Layout:
+        """The same layout, on the host, that keeps its prefixes; this one stays as it is.
+
+        node, place: [T], the nodes they end with and their places, from 1. row: [sum of their rows], kept rows of one
+        after the other, from 1. 0 is for what is not to be kept.
+        """
+        assert self.reuse is not None
+        keep_row = _repeat_last(row, len(self.reuse.keep_row))
+        reuse = self.reuse._replace(
+            keep_place=torch.from_numpy(place).int(), keep_row=torch.from_numpy(keep_row).int()
+        )
+        return replace(self, delta=self.delta.keeping(node, place - 1), reuse=reuse)
 
     def to(self, device: torch.device) -> Layout:
         """The same layout with its device tables on `device`, moved in one copy."""
@@ -92,6 +132,8 @@ class Layout:
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:
+                continue
             if isinstance(value, torch.Tensor):
                 changed[field.name] = change(value)
             else:
@@ -148,16 +190,27 @@ def chunk_size_for(node_length: np.ndarray, node_level: np.ndarray) -> int:
     return min(_CHUNK_SIZES, key=cost)
 
 
-def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = True) -> Layout:  # noqa: B008
+def build_layout(
+    forest: Forest,
+    bucket: Bucket = Bucket(),  # noqa: B008
+    portable: bool = True,
+    kept: Sequence[tuple[int, np.ndarray]] = (),
+    keep: Sequence[tuple[int, int, np.ndarray]] = (),
+) -> Layout:
     """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
 
     portable: False leaves out the tables that only the portable ops read.
+    kept: of each kept prefix of the forest, its place and its rows, from 1.
+    keep: of each prefix to be kept, the node it ends with, the kept prefix its path continues, -1 for none, and the
+        packed rows of the path; `Layout.keeping` says later where to.
 
     Padding rows form a root of their own, so they are computed like any others and no real row sees them; padding
     nodes have no rows; the last read row and the first candidate are repeated.
     """
     rows, nodes = len(forest.token), len(forest.node_start)
-    extra = -rows % bucket.rows
+    # The last rows of the padding stand for the last ones of kept prefixes.
+    standing = CONVOLUTION_ROWS * len(kept)
+    extra = standing + -(rows + standing) % bucket.rows
 
     def padded(values: np.ndarray, count: int, fill: np.ndarray | int) -> np.ndarray:
         """`values` with `count` more entries of `fill`."""
@@ -167,6 +220,10 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = Tru
     token = padded(forest.token, extra, 0)
     position = np.concatenate([forest.position, np.arange(extra, dtype=forest.position.dtype)])
     predecessor = np.concatenate([forest.predecessor, _chain(rows, extra)])
+    if kept:
+        first_standing = rows + extra - standing
+        predecessor = np.where(predecessor < -1, first_standing - 2 - predecessor, predecessor)
+        predecessor = predecessor.astype(np.int32)
     node = padded(forest.node, extra, nodes)
     node_start, node_length, node_parent, node_level = (
         forest.node_start,
@@ -183,7 +240,16 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = Tru
 
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
-    delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level) if portable else None, host)
+    chunk_size = chunk_size_for(node_length, node_level) if portable else None
+    query_row, query_node, seen, reuse = np.arange(len(token)), node, tables, None
+    if kept or keep:
+        kept_source, kept_target = _kept_states(forest, kept, keep)
+        delta = plan_delta_rule(*tables, chunk_size, host, kept_source, kept_target)
+        reuse = _reuse(predecessor, kept, keep)
+        seen = _behind_kept_rows(forest, tables, len(reuse.kept_row))
+        query_row, query_node = query_row + len(reuse.kept_row), node + len(kept)
+    else:
+        delta = plan_delta_rule(*tables, chunk_size, host)
     return Layout(
         token=torch.from_numpy(token),
         position=torch.from_numpy(position),
@@ -195,11 +261,86 @@ def build_layout(forest: Forest, bucket: Bucket = Bucket(), portable: bool = Tru
             node_tiles=_round_up(delta.node_tiles, bucket.nodes),
             node_slots=_round_up(delta.node_slots, bucket.nodes),
         ),
-        attention=plan_attention(*tables, np.arange(len(token)), node, host, portable=portable),
-        read_attention=plan_attention(*tables, read_row, node[read_row], host, portable=portable),
+        attention=plan_attention(*seen, query_row, query_node, host, portable=portable),
+        read_attention=plan_attention(
+            *seen, query_row[read_row], query_node[read_row], host, portable=portable
+        ),
         read_row=torch.from_numpy(read_row),
         candidate_read=torch.from_numpy(candidate_read),
+        reuse=reuse,
     )
+
+
+def _kept_states(
+    forest: Forest,
+    kept: Sequence[tuple[int, np.ndarray]],
+    keep: Sequence[tuple[int, int, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """`kept_source` and `kept_target` of `plan_delta_rule`."""
+    assert forest.node_kept is not None
+    roots = np.flatnonzero(forest.node_kept >= 0)
+    places = np.array([place for place, _ in kept], dtype=np.int64)
+    nodes = np.array([node for node, _, _ in keep], dtype=np.int64)
+    sources = np.stack([roots, places[forest.node_kept[roots]] - 1], axis=1)
+    return sources, np.stack([nodes, np.full_like(nodes, -1)], axis=1)
+
+
+def _reuse(
+    predecessor: np.ndarray,
+    kept: Sequence[tuple[int, np.ndarray]],
+    keep: Sequence[tuple[int, int, np.ndarray]],
+) -> Reuse:
+    """The tables of what is read of kept prefixes and of what is to be kept, which goes nowhere yet."""
+    first = np.cumsum([0, *(len(rows) for _, rows in kept)])
+    kept_row = np.concatenate([np.empty(0, dtype=np.int32), *(rows for _, rows in kept)])
+    kept_row = _repeat_last(kept_row, _round_coarsely(len(kept_row)))
+    last, seen = [], []
+    for _, prefix, path in keep:
+        last.append([predecessor[path[-1], 1], predecessor[path[-1], 0], path[-1]])
+        if prefix >= 0:
+            seen.append(np.arange(first[prefix], first[prefix + 1]))
+        seen.append(path + len(kept_row))
+    keep_from = np.concatenate([np.empty(0, dtype=np.int32), *seen])
+    keep_from = _repeat_last(keep_from, _round_coarsely(len(keep_from)))
+
+    def table(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int32).reshape(-1))
+
+    return Reuse(
+        kept_place=table([place for place, _ in kept]),
+        kept_row=table(kept_row),
+        keep_place=torch.zeros(len(keep), dtype=torch.int32),
+        keep_last=table(last),
+        keep_from=table(keep_from),
+        keep_row=torch.zeros(len(keep_from), dtype=torch.int32),
+    )
+
+
+def _behind_kept_rows(
+    forest: Forest, tables: tuple[np.ndarray, np.ndarray, np.ndarray], kept_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, lengths and parents of nodes as queries see them: kept prefixes, then the nodes behind all kept rows."""
+    start, length, parent = tables
+    assert forest.node_kept is not None
+    kept_length = np.array(forest.kept_length, dtype=np.int64)
+    prefixes = len(kept_length)
+    node_kept = np.concatenate([forest.node_kept, np.full(len(parent) - len(forest.node_kept), -1)])
+    above = np.where(parent >= 0, parent + prefixes, node_kept)
+    return (
+        np.concatenate([np.cumsum(kept_length) - kept_length, start + kept_rows]),
+        np.concatenate([kept_length, length]),
+        np.concatenate([np.full(prefixes, -1), above]),
+    )
+
+
+def _repeat_last(values: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([values, np.repeat(values[-1:], count - len(values))])
+
+
+def _round_coarsely(value: int) -> int:
+    """Up to one of four sizes between two powers of two, so that few sizes differ; 0 stays 0."""
+    step = 1 << max(value.bit_length() - 3, 0)
+    return _round_up(value, step)
 
 
 def _chain(first: int, count: int) -> np.ndarray:
