@@ -221,9 +221,10 @@ class FastEngine:
         shapes = model_weights.check(model.backbone, model.head)
         original = model_weights.text_model(model.backbone)
         self._portable = portable_ops(shapes, original.embed_tokens.weight)
+        capacity: Capacity | None = None
         if settings.prefix_bytes:
             try:
-                Capacity.of(shapes, original.embed_tokens.weight.dtype, settings.prefix_bytes)
+                capacity = Capacity.of(shapes, original.embed_tokens.weight.dtype, settings.prefix_bytes)
             except ValueError as error:
                 raise ValueError(f"{PREFIX_BYTES_VARIABLE}: {error}") from error
         if self._portable != ["all"]:
@@ -236,9 +237,8 @@ class FastEngine:
         if self._portable != ["all"] and settings.tuning != "off":
             self.tuning = Tuning.of(self._weights)
         prefixes: PrefixCache | None = None
-        if settings.prefix_bytes:
-            weights = self._weights
-            prefixes = PrefixCache(weights.shapes, weights.dtype, weights.device, settings.prefix_bytes)
+        if capacity is not None:
+            prefixes = PrefixCache(shapes, self._weights.dtype, self._weights.device, capacity)
         default = default_max_rows(self._weights)
         # Not a method: what the scheduler holds must not hold the engine.
         self._max_rows = lambda: settings.max_rows or max(default, model.max_length)

@@ -52,17 +52,25 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much fits in a number of bytes. slots: prefixes. rows: rows of all prefixes together."""
+    """How much is kept. slots: prefixes. rows: rows of all prefixes together. spare_bytes: of what nobody keeps."""
 
     slots: int
     rows: int
     slot_bytes: int
     row_bytes: int
-    total_bytes: int
+    spare_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What the tensors take."""
+        return self.slots * self.slot_bytes + self.rows * self.row_bytes + self.spare_bytes
 
     @classmethod
     def of(cls, shapes: Shapes, dtype: torch.dtype, most_bytes: int) -> Capacity:
-        """ValueError, naming what a prefix takes, where not one of `LEAST_ROWS` rows fits."""
+        """As much as fits in a number of bytes.
+
+        ValueError, naming what it takes, where no prefix of `LEAST_ROWS` rows fits, and for layers of one type alone.
+        """
         linear = shapes.layer_types.count("linear_attention")
         attention = len(shapes.layer_types) - linear
         if not linear or not attention:
@@ -79,7 +87,7 @@ class Capacity:
             raise ValueError(
                 f"{most_bytes} bytes hold no prefix of this model, of which {least} bytes hold the first"
             )
-        return cls(slots, rows, slot, row, slots * slot + conv + (rows + 1) * row)
+        return cls(slots, rows, slot, row, conv + row)
 
     def allocate(
         self, shapes: Shapes, dtype: torch.dtype, device: torch.device
@@ -145,7 +153,7 @@ class Planned:
 class PrefixCache:
     """Prefixes by their tokens, the least recently used let go of where there is no room for a new one.
 
-    most_bytes: as for `Capacity.of`. least_rows: shorter prefixes are not kept; at least 3.
+    least_rows: shorter prefixes are not kept; at least 3.
     layers: what a forward of the model reads and writes, None once memory was needed elsewhere; then nothing is kept
     any more.
     """
@@ -155,11 +163,11 @@ class PrefixCache:
         shapes: Shapes,
         dtype: torch.dtype,
         device: torch.device,
-        most_bytes: int,
+        capacity: Capacity,
         least_rows: int = LEAST_ROWS,
     ):
-        self.capacity = Capacity.of(shapes, dtype, most_bytes)
-        self.layers: list[KeptStates | KeptRows] | None = self.capacity.allocate(shapes, dtype, device)
+        self.capacity = capacity
+        self.layers: list[KeptStates | KeptRows] | None = capacity.allocate(shapes, dtype, device)
         self.counts = dict.fromkeys(("hits", "rows_reused", "kept", "evictions"), 0)
         self._least_rows = least_rows
         self._lock = threading.Lock()

@@ -24,7 +24,7 @@ def tables(layout: Layout) -> dict[str, torch.Tensor]:
     for name, value in vars(layout).items():
         if isinstance(value, torch.Tensor):
             found[name] = value
-        else:
+        elif value is not None:
             found |= {f"{name}.{key}": part for key, part in value._asdict().items() if torch.is_tensor(part)}
     return found
 
