@@ -238,3 +238,7 @@ def test_the_kernels_table_names_kept_slots_plus_one():
 def test_a_plan_that_keeps_states_needs_somewhere_to_keep_them():
     with pytest.raises(ValueError, match="there is no tensor of kept states"):
         delta_rule(*inputs(MIXED.rows), plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, TARGET))
+    plan = plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, TARGET)
+    for wrong in (kept_states(5)[:, :3], kept_states(5)[..., :-1], kept_states(5).double()):
+        with pytest.raises(ValueError, match="kept must be float32 of shape"):
+            delta_rule(*inputs(MIXED.rows), plan, wrong)

@@ -284,7 +284,10 @@ def _portable(
     if kept is None:
         if len(kept_source) + len(kept_target):
             raise ValueError("this plan starts from or keeps states, and there is no tensor of kept states")
-        kept = g.new_empty(0)
+        kept = g.new_empty(0, *v.shape[1:], q.shape[2])
+    elif kept.dtype is not torch.float32 or kept.shape[1:] != (*v.shape[1:], q.shape[2]):
+        wanted = ["slots", *v.shape[1:], q.shape[2]]
+        raise ValueError(f"kept must be float32 of shape {wanted}, it is {kept.dtype} {list(kept.shape)}")
     rows, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
     groups, scale = value_heads // key_heads, key_dim**-0.5
