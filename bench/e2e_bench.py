@@ -7,7 +7,8 @@ Scope `e2e` times records to logits through the host's own model, each round one
 spell of the machine meets all; scope `forward` times tokenized prompts to scores. On a GPU both draw random weights
 there. Prints a table and writes results/<device>/e2e.json. Rows of scope `forward` say what rates were reached:
 `tflops`, matmuls, attention and delta rule of the rows computed over p50, and `gb_s`, every weight read once and every
-matmul's input and output written and read once over p50; `forward_work.py` says what counts.
+matmul's input and output written and read once over p50; `forward_work.py` says what counts. `families` is where the
+time of a profiled call goes (openjev_fast_plugin/measurement/budget.py).
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from forward_work import packed_work, padded_work
-from harness import row, summary
-from models import VOCABULARY, best_delta_rule, head, prompts, text_config, text_model, use_delta_rule
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from harness import row
+from prompt_cases import prompts
 
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.engine import CUDA_BUCKET
@@ -24,16 +22,20 @@ from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import CapturedAtOnce, GraphedForward
 from openjev_fast_plugin.layout import build_layout
+from openjev_fast_plugin.measurement import budget
+from openjev_fast_plugin.measurement.originals import ORIGINALS, best_delta_rule, use_delta_rule
+from openjev_fast_plugin.measurement.timing import summary
 from openjev_fast_plugin.ops import _cuda, linear
 from openjev_fast_plugin.ops._choices import OPS, Choice, Product
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
+from openjev_fast_plugin.random_models import VOCABULARY, head, text_config, text_model
 from openjev_fast_plugin.tuner import Tuning
 from openjev_fast_plugin.weights import Shapes, Weights, take_weights
 
 CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
 MODES = ("fla", "graph", "fast")
 # A slow baseline gets fewer rounds: as many as fit.
-_SECONDS_PER_CASE = 8.0
+_SECONDS_PER_CASE = 5.0
 
 
 class Original:
@@ -117,77 +119,95 @@ class Fast:
         return {"peak_gib": round(peak / 2**30, 2), "used_gib": round((whole - free) / 2**30, 2)}
 
 
-def timed(run: Callable[[], torch.Tensor], repeats: int, warmups: int) -> list[float]:
-    """Milliseconds of each call, which ends with its scores on the host; at least one warm-up and three timed."""
+def timed(
+    run: Callable[[], torch.Tensor], repeats: int, warmups: int, between: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Milliseconds of each call, which ends with its scores on the host; at least one warm-up and three timed.
+
+    between: done untimed after every call, the warm-ups too.
+    """
 
     def calls(most: int, least: int, seconds: float) -> list[float]:
         times: list[float] = []
-        start = time.perf_counter()
-        while len(times) < least or (len(times) < most and time.perf_counter() - start < seconds):
+        while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
             before = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - before))
+            between()
         return times
 
     calls(warmups, 1, _SECONDS_PER_CASE / 4)
     return calls(repeats, 3, _SECONDS_PER_CASE)
 
 
-def kernels(run: Callable[[], torch.Tensor]) -> tuple[int, float, dict[str, float]]:
-    """Kernels of one call, the milliseconds the device worked, and the milliseconds by kernel name."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
-    events = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
-    by_name: dict[str, float] = {}
-    for event in events:
-        by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
-    return len(events), sum(by_name.values()), by_name
-
-
-def matmul_floor(weights: Weights, tuning: Tuning, rows: int, repeats: int = 10) -> float:
-    """Milliseconds of all matmuls of a forward at this many rows, each shape at the best of several formulations.
+class MatmulFloor:
+    """All matmuls of a forward at this many rows and nothing else, each shape at the best of several formulations.
 
     Four are fixed, further ones are the ways that a table of choices has for the shape; alone, without the op that
-    reads a product. Every layer's own weight is read, so none is warm; the last layer counts like the others.
+    reads a product. Every layer's own weight is read, so none is warm; the last layer counts like the others. They
+    are one graph, in the order of the layers: a card at its power limit is slower the longer it works, so the floor
+    of a forward is measured in turn with it.
     """
-    total = 0.0
-    groups: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for layer in weights.layers:
-        for weight in (layer.mixer.project, layer.mixer.output, layer.gate_up, layer.down):
-            groups.setdefault(tuple(weight.shape), []).append(weight)
-    for (features, width), members in groups.items():
-        x = torch.randn(rows, width, device=weights.device).to(weights.dtype)
-        x_t = x.t().contiguous().t()
-        formulations = {
-            "x w^T": lambda w, x=x: F.linear(x, w),
-            "x w^T, ours": lambda w, x=x: linear(x, w),
-            "w x^T": lambda w, x=x: torch.mm(w, x.t()),
-            "w x^T, x transposed": lambda w, x=x_t: torch.mm(w, x.t()),
-        }
-        for op in OPS:
-            entry = tuning.entries.get(Product(op, rows, features, width))
-            if entry is not None and not entry.choice.fused:
-                formulations[f"chosen for {op}"] = partial(_product, entry.choice, x)
-        best = []
-        for call in formulations.values():
-            for weight in members[:2]:
-                call(weight)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for weight in members:
-                    call(weight)
-            spans = []
-            for _ in range(repeats):
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                before.record()
-                graph.replay()
-                after.record()
-                torch.cuda.synchronize()
-                spans.append(before.elapsed_time(after))
-            best.append(statistics.median(spans))
-        total += min(best)
-    return total
+
+    def __init__(self, weights: Weights, tuning: Tuning, rows: int, repeats: int = 10):
+        every = [
+            weight
+            for layer in weights.layers
+            for weight in (layer.mixer.project, layer.mixer.output, layer.gate_up, layer.down)
+        ]
+        # Kept, since they hold the inputs that the graph reads.
+        self._best = best = dict[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]()
+        for shape in dict.fromkeys(weight.shape for weight in every):
+            members = [weight for weight in every if weight.shape == shape]
+            formulations = _formulations(tuning, rows, members[0])
+            graphs = [_captured([partial(call, weight) for weight in members]) for call in formulations]
+            spans = [statistics.median(_replay_ms(graph) for _ in range(repeats)) for graph in graphs]
+            best[shape] = formulations[spans.index(min(spans))]
+        self._graph = _captured([partial(best[weight.shape], weight) for weight in every])
+        self.times: list[float] = []
+
+    def measure(self) -> None:
+        """Compute them once and note the milliseconds."""
+        self.times.append(_replay_ms(self._graph))
+
+
+def _formulations(
+    tuning: Tuning, rows: int, weight: torch.Tensor
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Ways to multiply so many random rows with a weight of this size."""
+    features, width = weight.shape
+    x = torch.randn(rows, width, device=weight.device).to(weight.dtype)
+    x_t = x.t().contiguous().t()
+    found: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda w: F.linear(x, w),
+        lambda w: linear(x, w),
+        lambda w: torch.mm(w, x.t()),
+        lambda w: torch.mm(w, x_t.t()),
+    ]
+    for op in OPS:
+        entry = tuning.entries.get(Product(op, rows, features, width))
+        if entry is not None and not entry.choice.fused:
+            found.append(partial(_product, entry.choice, x))
+    return found
+
+
+def _captured(calls: list[Callable[[], torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    graph.replay()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after)
 
 
 def _product(choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -198,8 +218,9 @@ def _product(choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of every case and mode asked for. Fast has its own copy of the weights, all other modes share one.
 
-    tflops and gb_s: what `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case
-    after case while no other model is on the device. first_ms: a shape's first answer.
+    busy_ms, families: of one profiled call, kernels that overlap counted once. tflops and gb_s: what
+    `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case after case while no
+    other model is on the device. first_ms: a shape's first answer.
     """
     device = torch.device(args.device)
     shapes = Shapes.of(text_config(args.profile, args.layers))
@@ -222,11 +243,12 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case, sequences in cases.items():
         layout = build_layout(build_forest(sequences), CUDA_BUCKET)
         packed = layout.rows
-        floor = None if fast is None else round(matmul_floor(fast.weights, fast.tuning, packed), 3)
+        floor = None if fast is None else MatmulFloor(fast.weights, fast.tuning, packed)
         scores: dict[str, torch.Tensor] = {}
         for mode in modes:
+            floor_ms = None
             first, graphs, replays = None, None, 0
-            if mode in ("torch", "fla"):
+            if mode in ORIGINALS:
                 assert original is not None
                 use_delta_rule(original.model, mode)
                 run, computed = original.scorer(sequences), len(sequences) * max(map(len, sequences))
@@ -242,10 +264,16 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if isinstance(graphs, GraphedForward):
                     graphs.wait_until_captured()
                 replays = graphs.counts["replays"]
-            times = timed(run, args.repeats, args.warmups)
+            if mode == "fast":
+                assert floor is not None
+                times = timed(run, args.repeats, args.warmups, floor.measure)
+                floor_ms = round(statistics.median(floor.times[-len(times) :]), 3)
+            else:
+                times = timed(run, args.repeats, args.warmups)
             scores[mode] = run()
             replayed = None if graphs is None else graphs.counts["replays"] > replays
-            count, busy, by_name = kernels(run)
+            eager = original.model if original is not None and mode in ORIGINALS else None
+            spent = budget.spend(run, device, eager)
             if mode == "fast":
                 work = packed_work(shapes, layout)
             else:
@@ -259,19 +287,20 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     **summary(times),
                     rows_asked=sum(map(len, sequences)),
                     rows_computed=computed,
-                    kernels=count,
-                    busy_ms=round(busy, 3),
-                    floor_ms=floor,
+                    kernels=spent.kernels,
+                    busy_ms=round(spent.busy_ms, 3),
+                    floor_ms=floor_ms,
                     tflops=round(work.tflops(statistics.median(times)), 1),
                     gb_s=round(work.gb_s(statistics.median(times)), 1),
                     **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
                     first_ms=None if first is None else round(first, 3),
                     replayed=replayed,
+                    families={name: round(ms, 3) for name, ms in spent.families.items()},
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),
                 )
             )
             say(f"{case} {mode}: {found[-1]}")
-            for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:12]:
-                say(f"    {spent:8.3f} ms  {name[:100]}")
+            for name, ms in sorted(spent.by_name.items(), key=lambda item: -item[1])[:12]:
+                say(f"    {ms:8.3f} ms  {name[:100]}")
     return found

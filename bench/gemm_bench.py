@@ -210,10 +210,12 @@ def render(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def forwards(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of the matmuls of a forward's layers and of what reads them, the last counted like the others."""
-    lines = [f"{'model':<6}{'rows':>6}{'linear ms':>11}{'default':>9}{'chosen':>9}{'alone':>9}"]
-    layers = {"27b": 64, "9b": 32, "2b": 24}
+def forward_sums(rows: list[dict[str, Any]]) -> list[tuple[str, int, list[float]]]:
+    """Of every model and number of rows the milliseconds of the matmuls of a forward's layers and of what reads them.
+
+    In VARIANTS' order, and what the chosen ones take alone; the last layer counts like the others.
+    """
+    layers, found = {"27b": 64, "9b": 32, "2b": 24}, []
     for profile in dict.fromkeys(row["profile"] for row in rows if row["profile"] in layers):
         counts = {shape.name: shape.layers * layers[profile] // 4 for shape in shapes(PROFILES[profile])}
         for count in dict.fromkeys(row["rows"] for row in rows if row["profile"] == profile):
@@ -230,9 +232,15 @@ def forwards(rows: list[dict[str, Any]]) -> str:
                 sum(counts[row["weight"]] * row[figure] for row in here if row["variant"] == variant) / 1e3
                 for variant, figure in [*((name, "us") for name in VARIANTS), ("openjev_fast", "alone_us")]
             ]
-            lines.append(
-                f"{profile:<6}{count:>6}{sums[0]:>11.2f}" + "".join(f"{ms:>9.2f}" for ms in sums[1:])
-            )
+            found.append((profile, count, sums))
+    return found
+
+
+def forwards(rows: list[dict[str, Any]]) -> str:
+    """A table of `forward_sums`."""
+    lines = [f"{'model':<6}{'rows':>6}{'linear ms':>11}{'default':>9}{'chosen':>9}{'alone':>9}"]
+    for profile, count, sums in forward_sums(rows):
+        lines.append(f"{profile:<6}{count:>6}{sums[0]:>11.2f}" + "".join(f"{ms:>9.2f}" for ms in sums[1:]))
     return "\n".join(lines)
 
 

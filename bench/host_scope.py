@@ -8,22 +8,19 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from harness import interleaved, row, summary
-from jev.api import candidate_prompts, compile_request
+from harness import row
 from jev.model import DecisionModel
-from models import image_text_model, use_delta_rule
-from transformers import AutoModelForImageTextToText
 from workload import request_for
 
-from openjev_fast_plugin import Settings
-from openjev_fast_plugin.checkpoint import make_checkpoint, train_tokenizer
+from openjev_fast_plugin.checkpoint import make_checkpoint
 from openjev_fast_plugin.console import say, step
-from openjev_fast_plugin.prompts import PromptEncoder
-from openjev_fast_plugin.takeover import accelerate
-from openjev_fast_plugin.weights import text_model
+from openjev_fast_plugin.loading import load_original
+from openjev_fast_plugin.measurement.originals import ORIGINALS
+from openjev_fast_plugin.measurement.run import Loaded, largest_difference, measure, take_over
+from openjev_fast_plugin.random_models import decision_model
+from openjev_fast_plugin.verification.cases import Case, compile_requests, tokenize
 
 CASES = {
     "cpu": ("example", "choice_32x512"),
@@ -31,77 +28,31 @@ CASES = {
 }
 # Each mode has its own copy of the weights: --mode asks for others.
 MODES = {"cpu": ("torch", "fast"), "cuda": ("fla", "fast")}
-ORIGINALS = ("torch", "fla")
 
 
-def prompt_lengths(request: dict[str, Any], model: DecisionModel) -> list[int]:
-    """Tokens of every prompt of a request, by the model's own tokenizer."""
-    records = compile_request(request["state"], request["questions"])
-    groups = PromptEncoder(model.tokenizer, candidate_prompts).encode(records)
-    return [len(sequence) for group in groups for sequence in group]
+def longest_prompt(request: dict[str, Any], model: DecisionModel) -> int:
+    """Tokens of a request's longest prompt, by the model's own tokenizer."""
+    return max(map(len, case_of("request", request, model).sequences))
 
 
-def decision_model(
-    profile: str, device: torch.device, seed: int = 0, layers: int | None = None
-) -> DecisionModel:
-    """The host's own `DecisionModel` of random weights, drawn on the device instead of read from a disk."""
-
-    def from_pretrained(*args: Any, **options: Any) -> Any:
-        return image_text_model(profile, device, seed, layers)
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(AutoModelForImageTextToText, "from_pretrained", from_pretrained),
-    ):
-        train_tokenizer(8192).save_pretrained(folder)
-        model = DecisionModel(folder, f"random-{profile}", device=str(device), max_length=32_768)
-    return model.eval()
+def case_of(name: str, request: dict[str, Any], model: DecisionModel) -> Case:
+    """A request as it is measured."""
+    return tokenize(compile_requests([(name, request)]), model.tokenizer, model.max_length)[0]
 
 
 def bench_case(
-    case: str, models: dict[str, DecisionModel], profile: str, repeats: int, warmups: int
+    name: str, loaded: list[Loaded], device: torch.device, profile: str, repeats: int, warmups: int
 ) -> list[dict[str, Any]]:
     """Rows of one case, one per mode, timed in turn."""
-    some = next(iter(models.values()))
-    request = request_for(case, lambda request: max(prompt_lengths(request, some)))
-    records = compile_request(request["state"], request["questions"])
-
-    def run(model: DecisionModel) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return model(records)
-
-    probabilities = {
-        mode: torch.cat([scores.float().softmax(0) for scores in run(model)])
-        for mode, model in models.items()
-    }
-    with step(f"{case}: {warmups} warm-up and {repeats} timed rounds"):
-        times = interleaved(
-            {mode: (lambda model=model: run(model)) for mode, model in models.items()},
-            repeats=repeats,
-            warmups=warmups,
-            synchronize=torch.cuda.synchronize if some.head.weight.is_cuda else lambda: None,
-            progress=say,
-        )
-    lengths = prompt_lengths(request, some)
-    found = []
-    for mode, model in models.items():
-        # The original computes every prompt padded to the longest.
-        computed = len(lengths) * max(lengths) if mode in ORIGINALS else model.last_stats["rows_computed"]
-        difference = (probabilities[mode] - probabilities[next(iter(models))]).abs().max().item()
-        found.append(
-            row(
-                profile=profile,
-                case=case,
-                mode=mode,
-                scope="e2e",
-                **summary(times[mode]),
-                rows_asked=sum(lengths),
-                rows_computed=computed,
-                largest_probability_difference=round(difference, 6),
-                samples=repeats,
-            )
-        )
-    return found
+    some = loaded[0].model
+    case = case_of(name, request_for(name, lambda request: longest_prompt(request, some)), some)
+    with step(f"{name}: {warmups} warm-up and {repeats} timed rounds"):
+        measured = measure(loaded, case, device, repeats, warmups, progress=say)
+    base = next(iter(measured.values()))[1]
+    return [
+        row(profile=profile, case=name, mode=mode, **figures, **largest_difference(case, scores, base))
+        for mode, (figures, scores) in measured.items()
+    ]
 
 
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -117,22 +68,20 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             with step(f"making a {args.profile} checkpoint"):
                 checkpoint = make_checkpoint(args.profile, Path(folder) / args.profile)
-        models, peaks = {}, {}
+        loaded, peaks = [], {}
         for mode in args.mode or MODES[device.type]:
             with step(f"loading the model for mode {mode}"):
                 peak = MemoryPeak(device)
                 if checkpoint is None:
-                    models[mode] = decision_model(args.profile, device, layers=args.layers)
+                    model = decision_model(args.profile, device, layers=args.layers)
                 else:
-                    models[mode] = DecisionModel.load(checkpoint, args.device)
-                if mode in ORIGINALS:
-                    use_delta_rule(text_model(models[mode].backbone), mode)
-                else:
-                    accelerate(models[mode], mode, Settings())
+                    model = load_original(checkpoint, args.device)
+                loaded.append(Loaded((mode,), take_over(model, mode)))
+                if mode not in ORIGINALS:
                     peaks[mode] = peak.ratio()
     found: list[dict[str, Any]] = []
     for case in args.case or CASES[device.type]:
-        for one in bench_case(case, models, args.profile, args.repeats, args.warmups):
+        for one in bench_case(case, loaded, device, args.profile, args.repeats, args.warmups):
             found.append(one | {"load_peak": peaks.get(one["mode"])})
     return found
 

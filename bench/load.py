@@ -14,9 +14,13 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Level:
-    """What one number of clients gave: seconds of each good answer, how many others, seconds it all took."""
+    """What one number of clients gave: seconds of each good answer, how many others, seconds it all took.
+
+    answers: bodies of the good ones, in the order of `latencies`, where they are kept.
+    """
 
     latencies: list[float] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
     errors: int = 0
     seconds: float = 0.0
 
@@ -91,30 +95,36 @@ class Client:
         return found
 
 
-def run(url: str, bodies: Sequence[bytes], clients: int, seconds: float) -> Level:
-    """Ask for `seconds` with so many clients, one thread each; the bodies in turn, over all clients."""
+def run(url: str, bodies: Sequence[bytes], clients: int, seconds: float, keep: bool = False) -> Level:
+    """Ask for `seconds` with so many clients, one thread each; the bodies in turn, over all clients.
+
+    keep: the answers too; nobody reads them before the end, so that reading delays no request.
+    """
     level, lock = Level(), threading.Lock()
     order = itertools.cycle(bodies)
     go = threading.Barrier(clients + 1)
 
     def ask() -> None:
-        client, latencies, errors = Client(url), [], 0
+        client, latencies, answers, errors = Client(url), [], [], 0
         go.wait()
         end = time.perf_counter() + seconds
         while (start := time.perf_counter()) < end:
             with lock:
                 body = next(order)
             try:
-                good = client.ask(body)[0] == 200
+                status, answer = client.ask(body)
             except (OSError, ValueError, KeyError):
-                good = False
-            if good:
+                status = 0
+            if status == 200:
                 latencies.append(time.perf_counter() - start)
+                if keep:
+                    answers.append(answer)
             else:
                 errors += 1
         client.close()
         with lock:
             level.latencies += latencies
+            level.answers += answers
             level.errors += errors
 
     threads = [threading.Thread(target=ask) for _ in range(clients)]

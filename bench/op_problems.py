@@ -11,10 +11,10 @@ from importlib import import_module
 import numpy as np
 import op_inputs
 import torch
-from models import prompts
 from op_baselines import Rectangle, candidate_rows, dense_mask, fla_levels, fla_padded, sdpa
 from op_inputs import Profile
 from op_registry import Prepared, Problem, Variant, Way, bytes_of, copies, tensors
+from prompt_cases import prompts
 
 from openjev_fast_plugin import ops
 from openjev_fast_plugin.engine import CUDA_BUCKET

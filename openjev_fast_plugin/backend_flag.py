@@ -1,7 +1,7 @@
-"""The `--backend` flag, and what it says when a patch could not be applied.
+"""The `--backend` and `--warmup` flags, and what they say when a patch could not be applied.
 
-On its own, and leaning on `settings` alone, so that a broken patch or plugin cannot make the flag vanish: it
-is there, and asking for a backend stops with the reason.
+On its own, and leaning on `settings` alone, so that a broken patch or plugin cannot make the flags vanish: they
+are there, and asking for a backend stops with the reason.
 """
 
 import argparse
@@ -25,6 +25,15 @@ HELP = (
     "which backend computes the answers (openjev-fast-plugin): fast computes text that prompts share once, graph "
     "replays the original modules as CUDA Graphs and needs no compiler, torch is the original, auto the best that "
     'takes this model; default: OPENJEV_BACKEND, then "backend" in the checkpoint\'s model.json, then torch'
+)
+
+WARMUP_HELP = (
+    "before the port opens, make what first requests would wait for (openjev-fast-plugin, on a backend of its own). "
+    "FILE holds example requests as they are posted, one JSON object after another or one array of them; each is "
+    "answered once. ROWS are sizes, 72,280 or 8-512:64 (from 8 to 512, every 64th), with backend fast: each stands for "
+    "one yes-or-no question of that many tokens, or up to seven fewer. On a GPU the matmuls of these requests are then "
+    "tuned, unless OPENJEV_FAST_TUNING=off, and their graphs captured; on a CPU they only run once. Default: "
+    "OPENJEV_FAST_WARMUP, then none"
 )
 
 # Target module -> why it could not be patched.
@@ -68,6 +77,9 @@ class _Parsed:
 
 _parsed: _Parsed | None = None
 _UNTYPED: Any = object()
+# What follows `--warmup`, where it was typed. Never in the host's namespace: the host passes all of that on.
+_WARMUP = "openjev_fast_warmup"
+_warmup: str | None = None
 
 
 def watch() -> Callable[[], None] | None:
@@ -83,7 +95,8 @@ def watch() -> Callable[[], None] | None:
             frame = frame.f_back
         if frame is None or not is_program(frame.f_globals):
             return original(self, args, namespace, *rest, **more)
-        return _parse(original, self, args, namespace, *rest, **more)
+        warms_up = _is("jev.server", frame.f_globals)
+        return _parse(original, warms_up, self, args, namespace, *rest, **more)
 
     parse_known_args.openjev_fast = True  # type: ignore[attr-defined]
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
@@ -97,8 +110,11 @@ def watch() -> Callable[[], None] | None:
 
 def is_program(namespace: dict[str, Any]) -> bool:
     """Whether a module namespace is a program of Open-Jev, imported or run with `python -m`."""
-    spec = namespace.get("__spec__")
-    return namespace.get("__name__") in PROGRAMS or getattr(spec, "name", None) in PROGRAMS
+    return any(_is(program, namespace) for program in PROGRAMS)
+
+
+def _is(program: str, namespace: dict[str, Any]) -> bool:
+    return program in (namespace.get("__name__"), getattr(namespace.get("__spec__"), "name", None))
 
 
 class _Choices:
@@ -140,14 +156,7 @@ def _add_flag(parser) -> argparse.Action:
     if action is None:
         choices = _Choices()
         action = parser.add_argument("--backend", choices=choices, default=argparse.SUPPRESS, help=HELP)
-        matches = parser._get_option_tuples
-
-        def without_ours(option_string):
-            # An abbreviation that means a flag of the host goes on meaning that flag.
-            found = matches(option_string)
-            return [match for match in found if match[0] is not action] or found
-
-        parser._get_option_tuples = without_ours
+        _yield_abbreviations(parser, action)
     elif action.choices is None or isinstance(action.choices, _Choices):
         # A host that takes any value already takes ours.
         return action
@@ -163,9 +172,31 @@ def _add_flag(parser) -> argparse.Action:
     return action
 
 
-def _parse(original, parser, args, namespace, *rest, **more):
-    global _parsed, host_choices
+def _yield_abbreviations(parser, action: argparse.Action) -> None:
+    """An abbreviation that means a flag of the host goes on meaning that flag."""
+    matches = parser._get_option_tuples
+
+    def without_ours(option_string):
+        found = matches(option_string)
+        return [match for match in found if match[0] is not action] or found
+
+    parser._get_option_tuples = without_ours
+
+
+def _add_warmup(parser) -> None:
+    """The flag, unless the host has one of this name."""
+    if "--warmup" not in parser._option_string_actions:
+        action = parser.add_argument(
+            "--warmup", metavar="ROWS|FILE", dest=_WARMUP, default=argparse.SUPPRESS, help=WARMUP_HELP
+        )
+        _yield_abbreviations(parser, action)
+
+
+def _parse(original, warms_up, parser, args, namespace, *rest, **more):
+    global _parsed, _warmup, host_choices
     action = _add_flag(parser)
+    if warms_up:
+        _add_warmup(parser)
     host_choices = action.choices.host if isinstance(action.choices, _Choices) else ()
 
     # A value that parsing leaves in place was not typed; then the host's default goes where it would have.
@@ -183,7 +214,10 @@ def _parse(original, parser, args, namespace, *rest, **more):
             )
         _set_default(parser, action, parsed, selection)
     _parsed = _Parsed(getattr(parsed, action.dest, None), typed)
+    _warmup = vars(parsed).pop(_WARMUP, None)
 
+    if failures and _warmup is not None:
+        parser.error(_cannot(f"--warmup {_warmup}"))
     if failures and selection is not None and selection.name != ORIGINAL and not is_host_s(selection.name):
         parser.error(_stop(selection))
     return parsed, extras
@@ -216,6 +250,13 @@ def split(backend: str | None) -> tuple[str | None, str | None]:
     if parsed is None or (backend is not None and backend != parsed.value):
         return None, backend
     return (parsed.value, None) if parsed.typed else (None, None)
+
+
+def take_warmup() -> str | None:
+    """What was typed behind `--warmup`; like a typed backend it counts once, for the call that follows the parsing."""
+    global _warmup
+    typed, _warmup = _warmup, None
+    return typed
 
 
 # Failed patches
@@ -296,8 +337,12 @@ def _guard(function: Callable, takes_backend: bool) -> Callable:
 
 
 def _stop(selection: Selection) -> str:
+    return _cannot(origin(selection))
+
+
+def _cannot(asked: str) -> str:
     reasons = "; ".join(failures.values())
-    return f"{origin(selection)} cannot be used with this Open-Jev: {reasons}. Without it, it runs as before."
+    return f"{asked} cannot be used with this Open-Jev: {reasons}. Without it, it runs as before."
 
 
 def stop(error: BackendError, caller: Any) -> None:

@@ -69,6 +69,33 @@ exit status: 0 done, or nothing to tune; 1 something could not be tuned or kept,
 """
 
 
+_BENCH = """\
+Times your checkpoint's answers on this machine, request by request, with the original forward and with the backends:
+
+  torch  the original, its linear attention in PyTorch
+  fla    the original with flash-linear-attention's kernels, as `python -m jev.server` runs where it is there (GPU)
+  graph  the original's modules, replayed as CUDA Graphs (GPU)
+  fast   one packed forward
+"""
+_BENCH_EPILOG = """\
+Every round asks each mode once, so that a slow spell of the machine meets all. Where the models do not fit into memory
+together they are loaded one after the other, and the output says so. Writes to --out, replacing what was there:
+
+  bench.json  device, driver, versions, command, and for every request and mode all times, and where they go
+  bench.png   the ladder of modes, time by kernel family, latencies as a cumulative distribution; needs matplotlib:
+              pip install 'openjev-fast-plugin[bench]'
+
+  openjev-fast bench --checkpoint package/checkpoint
+  openjev-fast bench --checkpoint package/checkpoint --requests monday.json --mode fla --mode fast --out monday
+  openjev-fast bench --profile small --device cpu
+
+A request file holds what is posted to the server, {"state": ..., "questions": {...}}, or an array of such objects.
+Times are from records to scores; a server adds HTTP and JSON to both.
+
+exit status: 0 done, 1 it failed and said why, 2 the command line, a file or a mode cannot be used, 130 interrupted
+"""
+
+
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
@@ -132,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet or is empty")
     _add_verify(commands)
     _add_warmup(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -192,6 +220,55 @@ def _add_warmup(commands: Any) -> None:
     tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time the original and the backends on your own machine, checkpoint and requests",
+        description=_BENCH,
+        epilog=_BENCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = bench.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", type=Path, metavar="DIR", help="the checkpoint package to time")
+    model.add_argument(
+        "--profile", choices=sorted(PROFILES), help="instead of a checkpoint, random weights of these shapes"
+    )
+    bench.add_argument(
+        "--requests",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="JSON files of requests (default: the demo's example and some drawn from --seed)",
+    )
+    bench.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
+    bench.add_argument(
+        "--mode",
+        action="append",
+        choices=("torch", "fla", "graph", "fast"),
+        help="repeat for several; speedups are over the first in this order (default: all that run on the device)",
+    )
+    bench.add_argument(
+        "--repeats", type=_positive, default=15, help="timed rounds a request, at most (default: 15)"
+    )
+    bench.add_argument("--warmups", type=_positive, default=2, help="untimed rounds first (default: 2)")
+    bench.add_argument(
+        "--seconds",
+        type=_positive,
+        default=8,
+        help="of timed rounds a request and mode; then no other starts, once there are three (default: 8)",
+    )
+    bench.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
+    bench.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("openjev-fast-bench"),
+        help="folder of bench.json and bench.png (default: openjev-fast-bench)",
+    )
+    bench.add_argument("--no-png", action="store_true", help="draw nothing, so that matplotlib is not needed")
+    bench.add_argument("--json", action="store_true", help="print what bench.json holds instead of text")
+
+
 def _demo(args: argparse.Namespace) -> int:
     from openjev_fast_plugin import demo
 
@@ -226,6 +303,34 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if result["passed"] else 1
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from openjev_fast_plugin.measurement import plots, report, run
+
+    if not args.no_png:
+        plots.require()
+    if args.out.exists() and not args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a file: name a folder")
+    result = run.run(
+        args.checkpoint,
+        args.profile,
+        args.requests,
+        args.device,
+        args.mode,
+        args.repeats,
+        args.warmups,
+        args.seconds,
+        args.seed,
+    )
+    text = json.dumps(result, indent=1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "bench.json").write_text(text + "\n", encoding="utf-8")
+    if not args.no_png:
+        plots.overview(result, args.out / "bench.png")
+    print(text if args.json else report.render(result))
+    say(f"wrote {args.out / 'bench.json'}{'' if args.no_png else ' and bench.png beside it'}")
+    return 0
+
+
 def _warmup(args: argparse.Namespace) -> int:
     def bar(products: list) -> Iterable:
         return tqdm(products, "tuning", unit="product", disable=not products)
@@ -240,6 +345,7 @@ def _warmup(args: argparse.Namespace) -> int:
 
 # What a command returns is the exit status.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "bench": _bench,
     "demo": _demo,
     "doctor": _doctor,
     "make-checkpoint": _make_checkpoint,

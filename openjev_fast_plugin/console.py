@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class UsageError(ValueError):
@@ -42,3 +45,15 @@ def step(message: str) -> Iterator[None]:
             ticker.join()
         erase = "\r" if live else ""
         say(f"{erase}{message}: {time.monotonic() - start:.1f} s")
+
+
+def each(items: Sequence[Item], message: str, unit: str) -> Iterable[Item]:
+    """The items in turn: on a terminal with a progress bar, elsewhere with the lines of a `step`."""
+    if sys.stderr.isatty():
+        # Commands that show no bar need only the standard library.
+        from tqdm import tqdm
+
+        yield from tqdm(items, message, unit=unit, disable=not items)
+    elif items:
+        with step(f"{message}: {len(items)} {unit}s"):
+            yield from items

@@ -36,6 +36,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], ready: dict[str, Any]):
         self._process = process
+        self.pid = process.pid
         self.url: str = ready["url"]
 
     def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], float]:
@@ -99,14 +100,21 @@ def running_server(checkpoint: Path, backend: str, device: str) -> Iterator[Serv
 
 
 @contextmanager
-def running(arguments: list[str], name: str) -> Iterator[Server]:
-    """A server started as `python ARGUMENTS` on a free port; see `running_server`."""
+def running(arguments: list[str], name: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server started as `python ARGUMENTS` on a free port; see `running_server`.
+
+    environment: variables it gets instead of this process's.
+    """
     arguments = [*arguments, "--host", "127.0.0.1", "--port", "0"]
     say("$ " + " ".join(["python", *arguments]))
     with tempfile.TemporaryFile("w+") as errors:
         with interruptible_children():
             process = subprocess.Popen(
-                [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+                [sys.executable, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
             )
         try:
             with step(f"starting {name}"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from openjev_fast_plugin import warmup
 from openjev_fast_plugin import weights as model_weights
+from openjev_fast_plugin.console import each
 from openjev_fast_plugin.forest import build_forest, count_rows, split_to_fit
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import GraphedForward, IdleWork
@@ -87,6 +90,8 @@ class PackedForward:
                 else partial(forward, weights, prefixes=prefixes)
             )
             self.graphs = GraphedForward(run, weights.device, idle_work=idle_work)
+        # The layouts of the forwards that are run, where somebody asked for them.
+        self._observed: list[Layout] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if weights.device.type == "cpu":
             # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
@@ -138,12 +143,22 @@ class PackedForward:
     def _start(self, layout: Layout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
-        if self.graphs is not None and self.graphs.holds(layout):
+        if self.graphs is not None and self._observed is None and self.graphs.holds(layout):
             with torch.inference_mode():
                 scores, replayed = self.graphs(layout, example)
             return lambda: _outcome(scores, layout, replayed)
         # Launching every kernel takes about as long as the device works: not before others are on their way.
         return partial(self._compute, layout, example)
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[list[Layout]]:
+        """The layouts of the forwards that run inside, in order; none is replayed, or captured for having run."""
+        layouts: list[Layout] = []
+        self._observed = layouts
+        try:
+            yield layouts
+        finally:
+            self._observed = None
 
     def release_memory(self) -> None:
         if self.graphs is not None:
@@ -191,9 +206,15 @@ class PackedForward:
         """example: as for `GraphedForward`. threads: what the request's thread would compute with."""
         if threads is not None and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
+        observed = self._observed
+        if observed is not None:
+            # One that keeps nothing, as they are run again.
+            observed.append(layout if example is None else example)
         with torch.inference_mode():
             if self.graphs is not None:
-                scores, replayed = self.graphs(layout, example)
+                scores, replayed = (
+                    self.graphs(layout, example) if observed is None else (self.graphs.eager(layout), False)
+                )
             else:
                 given = () if self.prefixes is None else (self.prefixes,)
                 scores, replayed = forward(self.weights, layout.to(self.weights.device), *given), False
@@ -347,6 +368,7 @@ class FastEngine:
             "forwards": len(forwards),
             "shared_with": max(each.requests for each in forwards) - 1,
             "queue_ms": round(1e3 * sum(each.waited for each in forwards), 3),
+            "forward_ms": round(1e3 * sum(each.took for each in forwards), 3),
         }
         if roots is not None:
             stats["rows_reused"] = sum(each.reused for each in forwards)
@@ -364,6 +386,39 @@ class FastEngine:
         return [
             group[0][:length] if length else None for group, length in zip(sequences, lengths, strict=True)
         ]
+
+    def warm_up(self, ask: Callable[[], None], lengths: Sequence[int]) -> dict[str, int]:
+        """Be ready for the forwards of the requests that `ask` scores, and of one prompt of each of these lengths.
+
+        Each runs once. On a GPU the products of at most `tuner.MOST_ROWS` rows that had no choice are then tuned, where
+        measured choices are used, and the graphs of their shapes captured. A length stands for those it is a round
+        number for. Nothing else may use the device meanwhile.
+
+        Returns counts: forwards, and on a GPU shapes, captured, and where choices are used tuned, failed.
+        Raises ValueError for a length of more than `max_rows`, OSError where a choice cannot be kept, and what `ask`
+        raises.
+        """
+        longest = max(lengths, default=0)
+        if longest > self.max_rows:
+            raise ValueError(f"no forward has {longest} rows: max_rows is {self.max_rows}")
+        packed = self._packed
+        with packed.observed() as layouts:
+            single = {}
+            for length in lengths:
+                for count in range(max(1, length - packed.bucket.rows + 1), length + 1):
+                    layout = packed.prepare([np.zeros(count, np.int32)])
+                    single[layout.shape_key()] = layout
+            for layout in each(list(single.values()), "running sizes", "forward"):
+                packed.start(layout)()
+            ask()
+        counts = {"forwards": len(layouts)}
+        if packed.graphs is None:
+            return counts
+        if self.tuning is not None:
+            counts |= warmup.tune_wanted(self.tuning, self._weights.device)
+        bar = partial(each, message="capturing CUDA graphs", unit="shape")
+        shapes, captured = packed.graphs.capture_ahead(layouts, bar)
+        return {**counts, "shapes": shapes, "captured": captured}
 
     def _cut(self, sequences: list[list[np.ndarray]]) -> list[tuple[Part, int]]:
         """The forwards of one request, each with the rows it takes by itself."""

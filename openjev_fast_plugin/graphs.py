@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
@@ -231,6 +231,28 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 if self._wanted or self._work_left:
                     self._start_capturing()
         return scores, replayed is not None
+
+    def eager(self, inputs: InputsT) -> torch.Tensor:
+        """Scores [C] by running the forward, noted for no capture. Waits for the device."""
+        with self._device_lock, torch.inference_mode(), self._on_device():
+            return self._eager(inputs)
+
+    def capture_ahead(
+        self, every: Sequence[InputsT], bar: Callable[[list[InputsT]], Iterable[InputsT]]
+    ) -> tuple[int, int]:
+        """Capture the shapes of these inputs, the last ones where they are more than are kept, or than there is memory.
+
+        bar: shows the progress over a list. Returns how many shapes there are, and how many have their graph then.
+        """
+        shapes = {inputs.shape_key(): inputs for inputs in every}
+        fitting = [inputs for inputs in shapes.values() if inputs.rows <= self._most_rows]
+        for inputs in bar(fitting[-self._most_graphs :]):
+            try:
+                self.capture(inputs)
+            except torch.OutOfMemoryError:
+                _warn_of_memory(inputs)
+                break
+        return len(shapes), sum(key in self._graphs for key in shapes)
 
     def capture(self, inputs: InputsT) -> None:
         """Capture the shape of inputs now, unless its graph is there and not outdated. Waits for the device."""

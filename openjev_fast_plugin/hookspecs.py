@@ -44,7 +44,8 @@ class Engine(Protocol):
 
     An engine may have more, which is used where it is there: `concurrent` (true: several threads may call `score` at
     once, and a server answers requests side by side), `metrics` (as `openjev_fast_plugin.metrics.Metrics`), `broken`
-    (why it answers nothing any more, else None) and `on_broken(callback)` (calls it with that reason, once).
+    (why it answers nothing any more, else None), `on_broken(callback)` (calls it with that reason, once) and
+    `warm_up(ask, lengths)` (as `engine.FastEngine.warm_up`; without it a warm-up answers example requests once).
     """
 
     def score(self, records: list[dict]) -> Scores:

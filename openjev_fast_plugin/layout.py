@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -104,16 +105,16 @@ class Layout:
 
         pinned: in page-locked memory, from which a CUDA device copies without the host waiting.
         """
-        tables, starts = self._places()
+        starts = self._starts
         packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=pinned)
         flat = packed.numpy()
-        for table, start in zip(tables, starts[:-1], strict=True):
-            flat[start : start + table.numel()] = table.flatten().numpy()
+        for table, start in zip(self._tables, starts, strict=False):
+            flat[start : start + table.numel()] = table.numpy().reshape(-1)
         return packed
 
     def unpack(self, packed: torch.Tensor) -> Layout:
         """This layout's shape over the tables in `packed`, which `pack` of a layout of the same shape filled."""
-        starts = iter(self._places()[1])
+        starts = iter(self._starts)
 
         def moved(table: torch.Tensor) -> torch.Tensor:
             start = next(starts)
@@ -123,7 +124,11 @@ class Layout:
 
     def shape_key(self) -> tuple[Any, ...]:
         """What a captured graph depends on: the shapes of the device tables and the plans' numbers."""
-        key: list[Any] = [tuple(table.shape) for table in self._tables()]
+        return self._shape_key
+
+    @cached_property
+    def _shape_key(self) -> tuple[Any, ...]:
+        key: list[Any] = [tuple(table.shape) for table in self._tables]
         for plan in (self.delta, self.attention, self.read_attention):
             key += [value for value in plan if isinstance(value, int)]
         return tuple(key)
@@ -145,22 +150,26 @@ class Layout:
                 changed[field.name] = value._replace(**tables)
         return replace(self, **changed)
 
+    @cached_property
     def _tables(self) -> list[torch.Tensor]:
-        """Device tables in a fixed order."""
+        """Device tables, in the order of `_map`."""
         tables: list[torch.Tensor] = []
-
-        def note(table: torch.Tensor) -> torch.Tensor:
-            tables.append(table)
-            return table
-
-        self._map(note)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                tables.append(value)
+            elif value is not None:
+                tables += [
+                    table
+                    for name, table in zip(value._fields, value, strict=True)
+                    if isinstance(table, torch.Tensor) and name not in _HOST_TABLES
+                ]
         return tables
 
-    def _places(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Device tables and where each starts in the packed tensor; the last number is the tensor's size."""
-        tables = self._tables()
-        sizes = [_round_up(table.numel(), _ALIGNMENT) for table in tables]
-        return tables, [0, *accumulate(sizes)]
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each device table starts in the packed tensor; the last number is the tensor's size."""
+        return [0, *accumulate(_round_up(table.numel(), _ALIGNMENT) for table in self._tables)]
 
 
 def rotary_tables(
@@ -212,14 +221,19 @@ def build_layout(
     standing = CONVOLUTION_ROWS * len(kept)
     extra = standing + -(rows + standing) % bucket.rows
 
-    def padded(values: np.ndarray, count: int, fill: np.ndarray | int) -> np.ndarray:
-        """`values` with `count` more entries of `fill`."""
-        filler = np.broadcast_to(np.asarray(fill, dtype=values.dtype), (count, *values.shape[1:]))
-        return np.concatenate([values, filler])
+    def padded(values: np.ndarray, count: int, fill: int) -> np.ndarray:
+        """`values` [n] with `count` more entries of `fill`."""
+        if not count:
+            return values
+        more = np.empty(len(values) + count, dtype=values.dtype)
+        more[: len(values)], more[len(values) :] = values, fill
+        return more
 
     token = padded(forest.token, extra, 0)
-    position = np.concatenate([forest.position, np.arange(extra, dtype=forest.position.dtype)])
-    predecessor = np.concatenate([forest.predecessor, _chain(rows, extra)])
+    position, predecessor = forest.position, forest.predecessor
+    if extra:
+        position = np.concatenate([position, np.arange(extra, dtype=position.dtype)])
+        predecessor = np.concatenate([predecessor, _chain(rows, extra)])
     if kept:
         first_standing = rows + extra - standing
         predecessor = np.where(predecessor < -1, first_standing - 2 - predecessor, predecessor)

@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,6 +148,10 @@ class Planned:
     def rows(self) -> int:
         """How many rows the forward computes."""
         return self.layout.rows
+
+    def shape_key(self) -> tuple[Any, ...]:
+        """What a captured graph of the layout depends on."""
+        return self.layout.shape_key()
 
 
 class PrefixCache:

@@ -113,8 +113,8 @@ class Ticket:
 class Scored:
     """A ticket's scores [C] float32, and the forward they are from.
 
-    rows: packed rows of the whole forward. requests: how many shared it. waited: seconds before it began.
-    reused: rows of kept prefixes that the whole forward read.
+    rows: packed rows of the whole forward. requests: how many shared it. waited, took: seconds before it began, and
+    from then to its scores. reused: rows of kept prefixes that the whole forward read.
     """
 
     scores: np.ndarray
@@ -122,6 +122,7 @@ class Scored:
     replayed: bool
     requests: int
     waited: float
+    took: float
     reused: int = 0
 
 
@@ -392,9 +393,9 @@ class Scheduler:
                     # Values that are not finite spread to others of the same forward.
                     again.append(ticket)
                 else:
-                    waited = started - ticket.arrived
+                    waited, took = started - ticket.arrived, ended - started
                     ticket.scored = Scored(
-                        scores, outcome.rows, outcome.replayed, len(tickets), waited, outcome.reused
+                        scores, outcome.rows, outcome.replayed, len(tickets), waited, took, outcome.reused
                     )
                     self._metrics.waited(waited)
             self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - started)

@@ -24,6 +24,7 @@ QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
 WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
 PREFIX_BYTES_VARIABLE = "OPENJEV_FAST_PREFIX_BYTES"
 ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
+WARMUP_VARIABLE = "OPENJEV_FAST_WARMUP"
 
 _MOST_WAIT_US = 1000
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -65,6 +66,9 @@ class Settings:
     # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
     # makes none while it serves: the same request gives the same bits from a server's start to its end.
     tuning: str = "tables"
+    # Row counts, or a file of example requests, that a server is made ready for before its port opens; None: for none.
+    # The flag `--warmup` comes before it.
+    warmup: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> "Settings":
@@ -82,7 +86,12 @@ class Settings:
             raise BackendError(
                 f"{TUNING_VARIABLE} must be {', '.join(TUNING[:-1])} or {TUNING[-1]}, found {reprlib.repr(tuning)}"
             )
-        return cls(**given, access_log=_value(environ, ACCESS_LOG_VARIABLE), tuning=tuning)
+        return cls(
+            **given,
+            access_log=_value(environ, ACCESS_LOG_VARIABLE),
+            tuning=tuning,
+            warmup=_value(environ, WARMUP_VARIABLE),
+        )
 
 
 def resolve(

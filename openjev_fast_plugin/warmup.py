@@ -6,13 +6,16 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openjev_fast_plugin.console import step
+from openjev_fast_plugin.console import each, say, step
 
 if TYPE_CHECKING:
+    import torch
+
     from openjev_fast_plugin.ops._choices import Product
     from openjev_fast_plugin.tables import Entry
     from openjev_fast_plugin.tuner import Tuning
@@ -98,21 +101,10 @@ def tune(tuning: Tuning, rows: list[int], again: bool, bar: Bar) -> dict[str, An
     those known before too, with `way` for people. failed: products that could not be tuned, with the reason. forwards:
     for each number of rows the milliseconds of a forward's matmuls and of what reads them, by default and as chosen.
     """
-    import torch
-
     asked = tuning.products(rows)
     missing = [product for product in asked if again or product not in tuning.entries]
-    start, failed = time.monotonic(), []
-    with torch.inference_mode():
-        for product in bar(missing):
-            try:
-                for _ in tuning.tune(product):
-                    pass
-            except OSError:
-                # The table cannot be kept: there is no use in going on.
-                raise
-            except RuntimeError as error:
-                failed.append({**product._asdict(), "reason": next(iter(str(error).splitlines()), "")})
+    start = time.monotonic()
+    failed = tune_products(tuning, missing, bar)
     done = {product: tuning.entries[product] for product in asked if product in tuning.entries}
     return {
         "gpu": tuning.store.facts.device,
@@ -129,6 +121,49 @@ def tune(tuning: Tuning, rows: list[int], again: bool, bar: Bar) -> dict[str, An
             for product, entry in done.items()
         ],
     }
+
+
+def tune_products(tuning: Tuning, products: list[Product], bar: Bar) -> list[dict[str, Any]]:
+    """Tune these, and keep each as it is found; returns those that could not be tuned, with the reason.
+
+    The device is current, and nothing else runs on it. Raises OSError where a choice cannot be kept.
+    """
+    import torch
+
+    failed = []
+    with torch.inference_mode():
+        for product in bar(products):
+            try:
+                for _ in tuning.tune(product):
+                    pass
+            except OSError:
+                # The table cannot be kept: there is no use in going on.
+                raise
+            except RuntimeError as error:
+                failed.append({**product._asdict(), "reason": next(iter(str(error).splitlines()), "")})
+    return failed
+
+
+def tune_wanted(tuning: Tuning, device: torch.device) -> dict[str, int]:
+    """Tune what forwards of the model have asked for and had no choice; returns {tuned, failed}.
+
+    As idle tuning does, forwards of more than `tuner.MOST_ROWS` rows are left out. Raises as `tune_products`.
+    """
+    import torch
+
+    from openjev_fast_plugin.tuner import MOST_ROWS, Weight
+
+    wanted = [
+        product
+        for product in tuning.choices.wanted
+        if product.rows <= MOST_ROWS
+        and Weight(product.op, product.features, product.columns) in tuning.tuner.weights
+    ]
+    with torch.cuda.device(device):
+        failed = tune_products(tuning, wanted, partial(each, message="tuning matmuls", unit="product"))
+    for failure in failed:
+        say(f"openjev-fast: a matmul stays as it is, it could not be tuned: {failure}")
+    return {"tuned": len(wanted) - len(failed), "failed": len(failed)}
 
 
 def _forward(tuning: Tuning, rows: int, done: dict[Product, Entry]) -> dict[str, Any]:

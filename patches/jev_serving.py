@@ -13,12 +13,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import backend_flag
-from ..settings import ACCESS_LOG_VARIABLE, AUTO, ORIGINAL, BackendError, Selection, Settings, resolve
+from ..settings import (
+    ACCESS_LOG_VARIABLE,
+    AUTO,
+    ORIGINAL,
+    WARMUP_VARIABLE,
+    BackendError,
+    Selection,
+    Settings,
+    resolve,
+)
 from . import Changes, Known, UnknownUpstream, jev_server, log
 
 if TYPE_CHECKING:
     from ..access_log import AccessLog
     from ..takeover import Takeover
+    from ..warm_start import WarmUp
 
 LOAD_PREDICTOR = Known(
     "jev.serving.load_predictor",
@@ -51,7 +61,8 @@ def _load_predictor(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load_predictor(*args: Any, **arguments: Any) -> Any:
-        given = arguments.get("backend")
+        given, warmup = arguments.get("backend"), backend_flag.take_warmup()
+        selection: Selection | None = None
         try:
             flag, argument = backend_flag.split(given)
             selection = resolve(flag, argument, arguments.get("checkpoint"))
@@ -60,7 +71,12 @@ def _load_predictor(original: Callable) -> Callable:
             if selection is not None and _is_ours(selection, host_has_backend):
                 if host_has_backend:
                     arguments["backend"] = ORIGINAL
-                return _on_backend(original, args, arguments, selection)
+                return _on_backend(original, args, arguments, selection, warmup)
+            if warmup is not None:
+                raise BackendError(
+                    f"--warmup {warmup}: a backend of openjev-fast-plugin is what warms up: add --backend fast, or "
+                    "leave it out"
+                )
             if selection is not None and host_has_backend:
                 arguments["backend"] = selection.name
             with backend_flag.decided(None):
@@ -70,6 +86,11 @@ def _load_predictor(original: Callable) -> Callable:
             return predictor
         except BackendError as error:
             backend_flag.stop(error, sys._getframe(1))
+        except KeyboardInterrupt:
+            # While a model was loaded for us or warmed up, which takes long.
+            if selection is not None and backend_flag.is_program(sys._getframe(1).f_globals):
+                raise SystemExit(130) from None
+            raise
 
     load_predictor.openjev_fast = True  # type: ignore[attr-defined]
     return load_predictor
@@ -90,10 +111,13 @@ def _is_ours(selection: Selection, host_has_backend: bool) -> bool:
     return plugin.find(selection.name, hosts) is not None
 
 
-def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], selection: Selection) -> Any:
+def _on_backend(
+    original: Callable, args: tuple, arguments: dict[str, Any], selection: Selection, warmup: str | None
+) -> Any:
     from .. import takeover
 
     settings = Settings.read()
+    warm_up = _warm_up(settings, warmup)
     access_log = _access_log(settings)
     jev_server.verify()
     # Inside, DecisionModel.load hands the model over, so that provenance describes what is really there.
@@ -109,6 +133,8 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
         predictor.batch_size = predictor.max_candidates
     if model.openjev_fast.concurrent:
         _count_tokens_by_call(predictor.scorer)
+    if warm_up is not None:
+        warm_up.run(predictor.predict, model.openjev_fast)
     _report(predictor, model.openjev_fast)
     if model.openjev_fast.exchanged is not None:
         predictor.openjev_fast.observers.append(model.openjev_fast.exchanged)
@@ -117,6 +143,16 @@ def _on_backend(original: Callable, args: tuple, arguments: dict[str, Any], sele
     jev_server.install()
     log.info("openjev-fast: %s", predictor.openjev_fast.describe())
     return predictor
+
+
+def _warm_up(settings: Settings, typed: str | None) -> WarmUp | None:
+    """What to be ready for, read before the model is: the flag's, else the environment's."""
+    text = settings.warmup if typed is None else typed
+    if text is None:
+        return None
+    from .. import warm_start
+
+    return warm_start.read(text, f"--warmup {text}" if typed is not None else f"{WARMUP_VARIABLE}={text}")
 
 
 def _access_log(settings: Settings) -> AccessLog | None:

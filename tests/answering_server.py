@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         answers = {name: self._answer(request, asked) for name, asked in request["questions"].items()}
         usage = {"input_tokens": len(json.dumps(request)), "output_tokens": 0}
-        metadata = {"backend": {"name": "fast", "rows_computed": 7}}
+        metadata = {"backend": {"name": "fast", "rows_computed": 7, "forward_ms": 0.125}}
         self._send(200, {"model": "toy", "answers": answers, "usage": usage, "metadata": metadata})
 
     def _answer(self, request: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

@@ -553,30 +553,70 @@ def test_auto_keeps_the_original_and_says_why(python, hosts, checkpoint, tmp_pat
     )
 
 
+# Warm-up
+
+
+@pytest.mark.parametrize("flavour", ["pinned", "later"])
+def test_sizes_are_not_for_every_backend_and_never_reach_the_host(python, hosts, checkpoint, flavour):
+    arguments = server(checkpoint, "--backend", OURS, "--warmup", "72")
+    result = run(python, *arguments, path=(hosts[flavour],))
+    assert result.returncode == 1 and result.stdout == ""
+    told = f"--warmup 72: backend '{OURS}' is warmed up with example requests: name a file of them"
+    assert result.stderr.strip().endswith(told)
+    code = """
+        import sys
+        import jev.server
+        sys.argv = ["server", "--checkpoint", "x", "--warmup", "72"]
+        jev.server.load_predictor = lambda **arguments: sys.exit(repr(sorted(arguments)))
+        jev.server.main()
+    """
+    lines = "\n".join(line[8:] for line in code.splitlines())
+    assert "warmup" not in run(python, "-c", lines, path=(hosts[flavour],)).stderr
+
+
+def test_an_open_jev_that_is_not_known_is_not_warmed_up(python, hosts, checkpoint):
+    result = run(python, *server(checkpoint, "--warmup", "72"), path=(hosts["changed"],))
+    assert result.returncode == 2 and result.stdout == ""
+    assert (
+        "--warmup 72 cannot be used with this Open-Jev: jev.serving.load_predictor: expected" in result.stderr
+    )
+
+
+@pytest.mark.parametrize("abbreviation", ["--w", "--warm"])
+def test_an_abbreviation_of_the_host_s_flag_is_not_ours(python, tmp_path, checkpoint, abbreviation):
+    host = write_host(tmp_path / "host")
+    file = host / "jev" / "server.py"
+    flag = '    parser.add_argument("--warm-up-steps", type=int)\n    args = vars(parser.parse_args())\n'
+    text = file.read_text().replace("    args = vars(parser.parse_args())\n", flag)
+    file.write_text(text.replace("predictor = load", "raise SystemExit(repr(args)); predictor = load"))
+    result = run(python, *server(checkpoint, abbreviation, 3), path=(host,))
+    assert "'warm_up_steps': 3" in result.stderr
+
+
 # Nothing asked for
 
 
 @pytest.mark.parametrize("flavour", ["pinned", "later"])
-def test_help_differs_by_the_flag_alone(python, bare_python, hosts, flavour):
+def test_help_differs_by_the_flags_alone(python, bare_python, hosts, flavour):
     def words(interpreter):
         return run(interpreter, "-m", "jev.server", "--help", path=(hosts[flavour],)).stdout
 
-    def without_flag(text):
+    def without_flags(text):
         usage, _, options = text.partition("\n\n")
-        options = options.splitlines()
-        flag = next(
-            (index for index, line in enumerate(options) if line.strip().startswith("--backend")), None
-        )
-        if flag is not None:
-            while flag + 1 < len(options) and options[flag + 1].startswith(" " * 10):
-                del options[flag + 1]
-            del options[flag]
-        usage = " ".join(usage.split())
-        head, found, tail = usage.partition(" [--backend ")
-        return head + (tail.partition("]")[2] if found else ""), options
+        usage, options = " ".join(usage.split()), options.splitlines()
+        for name in ("--backend", "--warmup"):
+            flag = next((index for index, line in enumerate(options) if line.strip().startswith(name)), None)
+            if flag is not None:
+                while flag + 1 < len(options) and options[flag + 1].startswith(" " * 10):
+                    del options[flag + 1]
+                del options[flag]
+            head, found, tail = usage.partition(f" [{name} ")
+            usage = head + (tail.partition("]")[2] if found else "")
+        return usage, options
 
     with_plugin, without = words(python), words(bare_python)
-    assert without_flag(with_plugin) == without_flag(without)
+    assert without_flags(with_plugin) == without_flags(without)
+    assert "[--warmup ROWS|FILE]" in with_plugin and "--warmup" not in without
     assert (
         "{torch,fast,graph,one-by-one,auto}" in with_plugin
         or "{torch,triton-tail,fast-cuda,fast,graph,one-by-one,auto}" in with_plugin

@@ -24,7 +24,7 @@ def test_help_as_a_process():
     script = Path(sys.executable).with_name("openjev-fast")
     command = [script] if script.exists() else [sys.executable, "-m", "openjev_fast_plugin.cli"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
-    for words in ("demo", "make-checkpoint", "verify", "warmup", "--backend fast", "exit status"):
+    for words in ("bench", "demo", "make-checkpoint", "verify", "warmup", "--backend fast", "exit status"):
         assert words in shown
     assert subprocess.run([*command, "unknown"], capture_output=True).returncode == 2
 
@@ -41,6 +41,10 @@ def test_help_as_a_process():
         ["demo", "--repeats", "many"],
         ["warmup"],
         ["warmup", "--checkpoint"],
+        ["bench"],
+        ["bench", "--checkpoint", "DIR", "--profile", "tiny"],
+        ["bench", "--profile", "tiny", "--mode", "slow"],
+        ["bench", "--profile", "tiny", "--repeats", "0"],
         ["verify"],
         ["verify", "--checkpoint", "DIR", "--backend", "torch"],
         ["verify", "--checkpoint", "DIR", "--seed", "one"],
@@ -53,7 +57,7 @@ def test_a_wrong_command_line_is_2(arguments, capsys):
     assert "usage: openjev-fast" in shown and "_positive" not in shown
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "make-checkpoint", "warmup"])
+@pytest.mark.parametrize("command", ["bench", "demo", "doctor", "make-checkpoint", "warmup"])
 def test_every_command_explains_itself(command, capsys):
     assert refused(command, "--help") == 0
     assert "jev.server" in capsys.readouterr().out

@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forward_work import Work, packed_work, padded_work
-from models import head, prompts, text_config, text_model, use_delta_rule
+from prompt_cases import prompts
 from torch.utils.flop_counter import FlopCounterMode
 
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Bucket, build_layout
+from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.ops import silu_mul
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.weights import Shapes, take_weights
 
 CPU = torch.device("cpu")

@@ -5,12 +5,12 @@ import json
 import gemm_bench
 import pytest
 import torch
-from models import head, text_config, text_model
 from op_inputs import PROFILES, Profile
 
 from openjev_fast_plugin import tuner
 from openjev_fast_plugin.checkpoint import PROFILES as MODELS
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.tuner import forward_counts, model_weights
 from openjev_fast_plugin.weights import take_weights
 

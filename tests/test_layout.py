@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,8 @@ def sequences(seed: int = 0) -> list[np.ndarray]:
 def tables(layout: Layout) -> dict[str, torch.Tensor]:
     """Every table of a layout by name."""
     found = {}
-    for name, value in vars(layout).items():
+    for field in fields(layout):
+        name, value = field.name, getattr(layout, field.name)
         if isinstance(value, torch.Tensor):
             found[name] = value
         elif value is not None:

@@ -12,11 +12,11 @@ import ops_bench
 import pytest
 import torch
 from comparison import relative_l2
-from models import prompts
 from op_inputs import PROFILES, delta_rule, exact_delta_rule
 from op_problems import OPS, OURS, Setting, layout_of
 from op_registry import Prepared, Problem, Variant, Way, bytes_of, copies, measure
 from op_timer import GraphTimer, HostTimer, Recording, replay_in_turn
+from prompt_cases import prompts
 from torch.nn.attention import SDPBackend
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 

@@ -419,6 +419,17 @@ def test_what_is_captured_keeps_nothing(weights, held):
     assert not len(reads.reuse.keep_place) and reads.delta.node[:, 5].max() > 0
 
 
+def test_what_a_warm_up_observes_keeps_nothing(weights):
+    packed, root = packed_of(weights), STATES[0]
+    with packed.observed() as layouts:
+        ask(packed, about(root, (1, 5)))
+        ask(packed, about(root, (2, 5)))
+    keeps, reads = layouts
+    assert not keeps.delta.node[:, 6].any() and not keeps.delta.kept_target[:, 1].ge(0).any()
+    assert not keeps.reuse.keep_place.any() and not keeps.reuse.keep_row.any()
+    assert reads.delta.node[:, 5].any() and packed.prefixes.counts["hits"] == 1
+
+
 def test_prefixes_of_near_lengths_share_a_shape(weights):
     packed = packed_of(weights)
     packed.graphs = Graphs(weights, False)

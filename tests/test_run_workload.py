@@ -114,12 +114,14 @@ def test_one_server_is_asked_everything_twice_on_new_connections(tmp_path, capsy
     assert [row["id"] for row in rows] == [task.id for task in tasks()]
     for row in rows:
         assert len(row["ms"]) == 2 and row["error"] is None and row["rows_computed"] == 7
+        assert row["forward_ms"] == [0.125, 0.125]
         assert sum(row["probabilities"].values()) == pytest.approx(1)
         assert row["probabilities"][row["decision"]] == max(row["probabilities"].values())
     times = [row["ms"][0] for row in rows]
     assert first["max_ms"] == max(times) and first["p50_ms"] == pytest.approx(
         statistics.median(times), abs=1e-3
     )
+    assert first["overhead_p50_ms"] == pytest.approx(first["p50_ms"] - 0.125, abs=2e-3)
     printed = capsys.readouterr().out
     assert "p50 ms" in printed and "p95 ms" in printed and printed.count("\nfast ") == 2
 
@@ -142,6 +144,10 @@ def test_servers_are_asked_in_turn_and_their_decisions_compared(tmp_path, capsys
     assert 0 < len(changed) < 12
     row = next(row for row in rows_of(out, "pass") if row["mode"] == "other")
     assert row["changed_decisions"] == len(changed) and row["tasks"] == 12
+    # The ratio is over the tasks that both were asked.
+    medians = [statistics.median(rows[mode, name]["ms"][0] for name in sample) for mode in ("one", "other")]
+    assert row["same_tasks_p50_ms"] == medians[0] and row["p50_ratio"] == round(medians[1] / medians[0], 2)
+    assert "p50_ratio" not in next(row for row in rows_of(out, "pass") if row["mode"] == "one")
     assert f"other: {len(changed)} of 12 decisions are not one's" in capsys.readouterr().out
     # From the shortest to the longest.
     chosen = run_workload.evenly(tasks(), 30)
@@ -250,3 +256,39 @@ def test_only_what_both_answered_is_compared():
 def test_a_path_before_the_route_is_kept():
     with answering() as server, pytest.raises(ValueError, match="status 422"):
         Client(f"{server.url}/prefix/").ask(tasks()[0].request)
+
+
+def test_it_starts_the_servers_itself(tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "out.json"
+    given = ("--checkpoint", tiny_checkpoint, "--tasks", 5, "--sample", 2, "--out", out)
+    assert run("--start", "fast", "--start", "torch", *given) == 0
+    passes = {(row["mode"], row["pass"]): row for row in rows_of(out, "pass")}
+    assert set(passes) == {(mode, number) for mode in ("fast", "torch") for number in (1, 2)}
+    assert passes["fast", 2]["tasks"] == 5 and passes["torch", 2]["tasks"] == 2
+    assert passes["fast", 1]["server"]["backend"]["name"] == "fast"
+    assert passes["torch", 1]["server"].get("backend", {}).get("name", "torch") == "torch"
+    assert passes["torch", 2]["p50_ratio"] > 0 and "times fast's on the same tasks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--start", "fast"], "--start takes one of --checkpoint and --profile"),
+        (["--start", "fast", "--profile", "tiny", "--checkpoint", "here"], "--start takes one of"),
+        (["--profile", "tiny", "http://127.0.0.1:1"], "--start takes one of"),
+        (
+            ["--start", "fast", "--profile", "tiny", "http://127.0.0.1:1"],
+            "give the URL of a server, or --start",
+        ),
+    ],
+)
+def test_start_is_told_what_to_serve(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_original_is_called_what_it_runs(capsys):
+    assert run("--start", "fla", "--profile", "tiny") == 2
+    assert "needs a GPU as --device and flash-linear-attention" in capsys.readouterr().err

@@ -76,6 +76,12 @@ def test_bytes_that_are_no_number_of_bytes(value):
     assert repr(value) in str(caught.value)
 
 
+def test_warmup():
+    assert Settings.read({}).warmup is None
+    assert Settings.read({"OPENJEV_FAST_WARMUP": ""}).warmup is None
+    assert Settings.read({"OPENJEV_FAST_WARMUP": " 72,280 "}) == Settings(warmup="72,280")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "1.5", "²", "9" * 19])
 def test_max_rows_that_is_no_positive_integer(value):
     with pytest.raises(BackendError, match="OPENJEV_FAST_MAX_ROWS must be an integer from 1 to") as caught:

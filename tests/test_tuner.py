@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import head, prompts, text_config, text_model
+from prompt_cases import prompts
 from recorded import record_instead_of_capture
 
 from openjev_fast_plugin import forward as forward_module
@@ -22,6 +22,7 @@ from openjev_fast_plugin.layout import Bucket, build_layout
 from openjev_fast_plugin.ops import _choices, _cuda, silu_mul
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
 from openjev_fast_plugin.ops.linear import TILES, _choice, _partials
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.tables import Entry, Facts, Store
 from openjev_fast_plugin.tuner import (
     IdleTuning,

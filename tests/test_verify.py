@@ -21,6 +21,7 @@ from recorded import record_instead_of_capture
 from openjev_fast_plugin import cli, ops
 from openjev_fast_plugin import engine as fast_engine
 from openjev_fast_plugin import forward as forward_module
+from openjev_fast_plugin.loading import load_original
 from openjev_fast_plugin.patches import jev_model
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.verification import answers as answer_level
@@ -152,7 +153,7 @@ def test_the_environment_does_not_put_the_original_on_a_backend(tiny_checkpoint,
     undo = jev_model.apply(__import__("jev.model").model)
     try:
         assert DecisionModel.load(tiny_checkpoint, "cpu").openjev_fast.name == "fast"
-        assert getattr(run_module._load(tiny_checkpoint, "cpu", False), "openjev_fast", None) is None
+        assert getattr(load_original(tiny_checkpoint, "cpu"), "openjev_fast", None) is None
     finally:
         undo()
 
@@ -169,7 +170,7 @@ def test_states_that_do_not_fit_on_the_host_are_left_out_and_named(verify, monke
 
 
 def test_one_model_is_in_memory_at_a_time(verify, monkeypatch):
-    real, loaded = run_module._load, []
+    real, loaded = run_module.load_original, []
 
     def load(*arguments):
         assert all(model() is None for model in loaded)
@@ -177,7 +178,7 @@ def test_one_model_is_in_memory_at_a_time(verify, monkeypatch):
         loaded.append(weakref.ref(text_model(model.backbone).layers[0].mlp.down_proj.weight))
         return model
 
-    monkeypatch.setattr(run_module, "_load", load)
+    monkeypatch.setattr(run_module, "load_original", load)
     assert verify()["passed"] and len(loaded) == 2
 
 

@@ -22,6 +22,13 @@ _MOST_TILE_QUERIES = 32
 KERNEL_DIMS = (64, 128, 256)
 # Keys of a tile whose rows do not follow on start at a multiple of this: the kernel for Hopper copies 8 rows.
 _RUN_KEYS = 8
+# The tables for the portable implementation in a plan for the kernel alone.
+_NO_BLOCKS = {
+    "block_query": torch.zeros(0, dtype=torch.int32),
+    "block_own": torch.zeros(0, 2, dtype=torch.int32),
+    "block_range": torch.zeros(0, dtype=torch.int32),
+    "range_rows": torch.zeros(0, 2, dtype=torch.int32),
+}
 
 
 class AttentionPlan(NamedTuple):
@@ -78,23 +85,14 @@ def plan_attention(
     if not 1 <= tile_queries <= _MOST_TILE_QUERIES:
         raise ValueError(f"tile_queries must be 1 to {_MOST_TILE_QUERIES}, it is {tile_queries}")
     first_row = node_start[query_node]
-    block_query, block_own, block_range, range_rows = (
-        _plan_blocks(node_start, node_length, node_parent, query_row, query_node, first_row)
-        if portable
-        else ([], [], [], [])
-    )
-
-    def host(values: list, *shape: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).reshape(*shape)
-
+    blocks = _NO_BLOCKS
+    if portable:
+        blocks = _plan_blocks(node_start, node_length, node_parent, query_row, query_node, first_row)
     tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)
     return AttentionPlan(
         query_row=torch.from_numpy(query_row.astype(np.int32)).to(device),
         query_first=torch.from_numpy(first_row.astype(np.int32)).to(device),
-        block_query=host(block_query, -1),
-        block_own=host(block_own, -1, 2),
-        block_range=host(block_range, -1),
-        range_rows=host(range_rows, -1, 2),
+        **blocks,
         tile=torch.from_numpy(tile).to(device),
         tile_range=torch.from_numpy(tile_range).to(device),
         tile_queries=tile_queries,
@@ -108,7 +106,7 @@ def _plan_blocks(
     query_row: np.ndarray,
     query_node: np.ndarray,
     first_row: np.ndarray,
-) -> tuple[list[int], list[tuple[int, int]], list[int], list[tuple[int, int]]]:
+) -> dict[str, torch.Tensor]:
     """The tables `block_query`, `block_own`, `block_range` and `range_rows` of AttentionPlan."""
     ancestors: list[tuple[tuple[int, int], ...]] = []
     for start, length, parent in zip(
@@ -146,7 +144,16 @@ def _plan_blocks(
         block_own.append((own_first, rows[end - 1] + 1))
         block_range.append(len(range_rows))
         begin = end
-    return block_query, block_own, block_range, range_rows
+
+    def table(values: list, *shape: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).reshape(*shape)
+
+    return {
+        "block_query": table(block_query, -1),
+        "block_own": table(block_own, -1, 2),
+        "block_range": table(block_range, -1),
+        "range_rows": table(range_rows, -1, 2),
+    }
 
 
 def _plan_tiles(
@@ -160,23 +167,28 @@ def _plan_tiles(
     """The tables `tile` and `tile_range` of AttentionPlan."""
     starts, parents = node_start.tolist(), node_parent.tolist()
     ends = (node_start + node_length).tolist()
-    rows, nodes = query_row.tolist(), query_node.tolist()
+    total = len(query_row)
+    # Runs of queries of one node, each cut where a tile ends.
+    begins = np.zeros(total, dtype=bool)
+    begins[::tile_queries] = True
+    begins[1:] |= query_node[1:] != query_node[:-1]
+    cuts = np.flatnonzero(begins).tolist()
+    nodes, last_rows = query_node[cuts].tolist(), query_row[np.array([*cuts[1:], total]) - 1].tolist()
+    cuts.append(total)
+    run = 0
     tile: list[tuple[int, int, int, int]] = []
     tile_range: list[tuple[int, int, int, int]] = []
-    for begin in range(0, len(rows), tile_queries):
-        end = min(begin + tile_queries, len(rows))
+    for begin in range(0, total, tile_queries):
+        end = min(begin + tile_queries, total)
         # Queries whose path holds a node, and the end of the node's rows that one of them sees.
         seen_by: dict[int, int] = {}
         seen_end: dict[int, int] = {}
-        at = begin
-        while at < end:
-            node, first = nodes[at], at
-            # The queries of a node are next to each other.
-            while at < end and nodes[at] == node:
-                at += 1
-            bits = (1 << at - begin) - (1 << first - begin)
+        while cuts[run] < end:
+            node = nodes[run]
+            bits = (1 << cuts[run + 1] - begin) - (1 << cuts[run] - begin)
             seen_by[node] = seen_by.get(node, 0) | bits
-            seen_end[node] = rows[at - 1] + 1
+            seen_end[node] = last_rows[run] + 1
+            run += 1
             node = parents[node]
             while node >= 0:
                 seen_by[node] = seen_by.get(node, 0) | bits

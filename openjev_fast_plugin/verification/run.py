@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +19,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from openjev_fast_plugin import backend_flag, plugin
 from openjev_fast_plugin import engine as fast_engine
+from openjev_fast_plugin import plugin
 from openjev_fast_plugin.console import UsageError, step
+from openjev_fast_plugin.loading import load_original, usable_device
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
-from openjev_fast_plugin.settings import ORIGINAL, BackendError, Selection, Settings
+from openjev_fast_plugin.settings import BackendError, Settings
 from openjev_fast_plugin.takeover import accelerate
 from openjev_fast_plugin.weights import Shapes, text_model
 
@@ -117,11 +117,7 @@ def run(
     levels: {name: {passed (None: skipped), skipped, failures, ...}}}. Raises UsageError where the checkpoint, a
     request or the backend cannot be used.
     """
-    if find_spec("jev") is None:
-        raise UsageError("Open-Jev (module jev) is not installed here")
-    device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: PyTorch sees no CUDA device here")
+    device = usable_device(device)
     if float32 and backend != "fast":
         raise UsageError(
             f"--float32 verifies backend fast; {backend} runs what kernels the original finds, rounded or not"
@@ -131,7 +127,7 @@ def run(
     free = fast_engine.free_memory(torch.device(device))
     original = _observe_original(checkpoint, device, float32, backend, compiled)
     with step(f"loading the checkpoint for backend {backend}"):
-        model = _load(checkpoint, device, float32)
+        model = _in_dtype(load_original(checkpoint, device), float32)
         try:
             accelerate(model, backend, Settings.read())
         except BackendError as error:
@@ -216,7 +212,7 @@ def _observe_original(
 ) -> _Original:
     """backend: UsageError where it refuses the model, before anything takes time."""
     with step("loading the checkpoint for the original"):
-        model = _load(checkpoint, device, float32)
+        model = _in_dtype(load_original(checkpoint, device), float32)
     reason = plugin.find(backend).refusal(model)
     if reason is not None:
         raise UsageError(f"backend {backend!r} cannot take this model: {reason}")
@@ -254,15 +250,7 @@ def _observe_original(
     return original
 
 
-def _load(checkpoint: Path, device: str, float32: bool) -> Any:
-    """The checkpoint's `DecisionModel` as Open-Jev loads it, whatever backend the environment or the file ask for."""
-    from jev.model import DecisionModel
-
-    try:
-        with backend_flag.decided(Selection(ORIGINAL, "argument")):
-            model = DecisionModel.load(checkpoint, device)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{checkpoint} cannot be loaded: {error}") from error
+def _in_dtype(model: Any, float32: bool) -> Any:
     return model.float() if float32 else model
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import head, prompts, text_config, text_model, use_delta_rule
+from prompt_cases import prompts
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from openjev_fast_plugin import forward as forward_module
@@ -14,7 +14,9 @@ from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import Layout, build_layout
+from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.ops import add_rms_norm_ref
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.weights import Weights, take_weights
 
 pytestmark = [

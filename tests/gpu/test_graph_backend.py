@@ -11,15 +11,16 @@ import torch
 from decisions import question, text
 from jev.api import compile_request
 from jev.model import DecisionModel
-from models import head, text_config, text_model, use_delta_rule
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from openjev_fast_plugin import engine as fast_engine
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.build import BuildError
 from openjev_fast_plugin.graphs import CapturedAtOnce
+from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
 from openjev_fast_plugin.patches import transformers_masks
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.takeover import accelerate
 
 pytestmark = [

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from models import head, prompts, text_config, text_model
+from prompt_cases import prompts
 
 from openjev_fast_plugin.engine import PackedForward
 from openjev_fast_plugin.forest import count_rows
 from openjev_fast_plugin.metrics import Metrics
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Scheduler
 from openjev_fast_plugin.weights import take_weights
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 # The parent folder is on the path through its conftest.py.
 from comparison import relative_l2
-from models import head, prompts, text_config, text_model
+from prompt_cases import prompts
 
 from openjev_fast_plugin import tables
 from openjev_fast_plugin.engine import CUDA_BUCKET
@@ -31,6 +31,7 @@ from openjev_fast_plugin.ops import (
 )
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
 from openjev_fast_plugin.ops.linear import FORMS, PARTIALS
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.tables import Store
 from openjev_fast_plugin.tuner import (
     DeviceWays,

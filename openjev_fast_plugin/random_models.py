@@ -1,23 +1,20 @@
-"""Random-weight text models of the released shapes, built on the device, for benchmarks that need no checkpoint."""
+"""Random-weight models of the released shapes, drawn on the device, for measurements that need no checkpoint."""
 
 from __future__ import annotations
 
-import re
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3_5VisionConfig
+from transformers import AutoModelForImageTextToText, Qwen3_5TextConfig, Qwen3_5VisionConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
-from openjev_fast_plugin.checkpoint import PROFILES, text_settings
-
-# Tokens of a prompt that it shares with no other, where a case says no more.
-_TAIL = 21
-
+from openjev_fast_plugin.checkpoint import PROFILES, text_settings, train_tokenizer
 
 # Tokens of the released models.
 VOCABULARY = 248_320
@@ -60,31 +57,6 @@ def text_model(
     return model.eval().requires_grad_(False)
 
 
-def best_delta_rule() -> str:
-    """What Transformers takes by itself: `fla` where it is installed, else `torch`."""
-    return "torch" if upstream.chunk_gated_delta_rule is None else "fla"
-
-
-def use_delta_rule(model: upstream.Qwen3_5TextModel, mode: str) -> None:
-    """Switch a model's linear attention to FLA's kernels (`fla`) or to PyTorch, as without FLA (`torch`)."""
-    if mode == "fla" and upstream.chunk_gated_delta_rule is None:
-        raise RuntimeError("mode fla needs flash-linear-attention")
-    for layer in model.layers:
-        if layer.layer_type != "linear_attention":
-            continue
-        delta = layer.linear_attn
-        if mode == "fla":
-            delta.chunk_gated_delta_rule = upstream.chunk_gated_delta_rule
-            norm = upstream.FusedRMSNormGated(
-                delta.head_v_dim, eps=delta.layer_norm_epsilon, activation=delta.activation
-            )
-        else:
-            delta.chunk_gated_delta_rule = upstream.torch_chunk_gated_delta_rule
-            norm = upstream.Qwen3_5RMSNormGated(delta.head_v_dim, eps=delta.layer_norm_epsilon)
-        norm.weight = delta.norm.weight
-        delta.norm = norm
-
-
 def head(hidden: int, device: torch.device, seed: int) -> torch.nn.Linear:
     """A float32 scalar head."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -119,28 +91,19 @@ def image_text_model(
     )
 
 
-def prompts(case: str, vocabulary: int, seed: int = 0) -> list[np.ndarray]:
-    """Token sequences of a case: random ids with the lengths and the sharing of the request it is named after.
+def decision_model(
+    profile: str, device: torch.device, seed: int = 0, layers: int | None = None, vocabulary: int = VOCABULARY
+) -> Any:
+    """The host's own `DecisionModel` of random weights, without an adapter, drawn on the device."""
+    from jev.model import DecisionModel
 
-    case: `example`; `noul_N`, one prompt of N tokens; `choice_CxN`, C prompts of N tokens that differ in the last
-        21; `root_N`, one of N; `root_N_tails_C`, C prompts of 21 tokens after N that they share. ValueError otherwise.
-    """
-    draw = np.random.default_rng(seed)
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        return image_text_model(profile, device, seed, layers, vocabulary)
 
-    def tokens(count: int) -> np.ndarray:
-        return draw.integers(0, vocabulary, count).astype(np.int32)
-
-    if case == "example":
-        # 7 prompts, 539 tokens, the longest 82, 277 distinct rows: a routing of 3, a yes or no, an urgency of 3.
-        root, routing, refund, urgency = tokens(30), tokens(21), tokens(16), tokens(20)
-        found = [np.concatenate([root, routing, tokens(length)]) for length in (31, 29, 27)]
-        found.append(np.concatenate([root, refund, tokens(23)]))
-        return found + [np.concatenate([root, urgency, tokens(length)]) for length in (28, 27, 25)]
-    named = re.fullmatch(r"(?:noul|root)_(\d+)|choice_(\d+)x(\d+)|root_(\d+)_tails_(\d+)", case)
-    if named is None:
-        raise ValueError(f"no case is named {case!r}")
-    single, choices, length, shared, tails = (int(number or 0) for number in named.groups())
-    if single:
-        return [tokens(single)]
-    root = tokens(shared or length - _TAIL)
-    return [np.concatenate([root, tokens(_TAIL)]) for _ in range(tails or choices)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(AutoModelForImageTextToText, "from_pretrained", from_pretrained),
+    ):
+        train_tokenizer(PROFILES[profile].vocab).save_pretrained(folder)
+        model = DecisionModel(folder, f"random-{profile}", device=str(device), max_length=32_768)
+    return model.eval()
