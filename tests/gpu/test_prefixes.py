@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import head, text_config, text_model
 
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import PackedForward
@@ -19,6 +18,7 @@ from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
+from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Scheduler
 from openjev_fast_plugin.weights import Weights, take_weights
 
