@@ -114,7 +114,7 @@ class PackedForward:
             assert self.prefixes is not None
             if self.prefixes.current(prepared.plan):
                 return self._start_planned(prepared, self.prefixes)
-            # What it was to start from has been let go of since.
+            # What it was to start from has been let go of since, or what it was to compute has been kept.
             prepared = self.prepare(prepared.sequences, prepared.roots)
         return self._start(prepared)
 

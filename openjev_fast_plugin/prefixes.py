@@ -7,7 +7,7 @@ where new ones go are numbers in the layout's tables. Half of the bytes hold sta
 
 `PrefixCache` is the bookkeeping on the host. Prefixes are found by comparing token ids. Any number of threads may plan;
 `take` and `settle` are called around a forward, one at a time, and nothing else lets go of a prefix. A plan made before
-its prefix was let go is no longer `current` and must be made again.
+its prefix was let go of, or before what it computes was kept, is no longer `current` and must be made again.
 """
 
 from __future__ import annotations
@@ -233,16 +233,18 @@ class PrefixCache:
         )
 
     def current(self, plan: Plan) -> bool:
-        """Whether everything a plan uses is still kept."""
+        """Whether everything a plan uses is still kept, and nothing that it is to keep has been kept since."""
         with self._lock:
-            return self.layers is not None and all(
-                self._prefixes.get(_key(prefix.tokens)) is prefix for prefix in plan.used
+            return (
+                self.layers is not None
+                and all(self._prefixes.get(_key(prefix.tokens)) is prefix for prefix in plan.used)
+                and not any(_key(tokens) in self._prefixes for tokens in plan.keep)
             )
 
     def take(self, planned: Planned) -> tuple[Layout, list[Prefix]]:
-        """The layout of a forward that starts now, and the prefixes it keeps once it is settled.
+        """The layout of a forward that starts now by a current plan, and the prefixes it keeps once it is settled.
 
-        What it keeps has its room from now on; without room, or where it is kept already, it is not kept again.
+        What it keeps has its room from now on; what there is no room for is not kept.
         """
         plan = planned.plan
         with self._lock:
@@ -295,8 +297,6 @@ class PrefixCache:
         self._free_rows = np.arange(self.capacity.rows, 0, -1, dtype=np.int32)
 
     def _make_room(self, tokens: np.ndarray, used: Sequence[Prefix]) -> Prefix | None:
-        if _key(tokens) in self._prefixes:
-            return None
         oldest = [prefix for prefix in self._prefixes.values() if prefix not in used]
         # Nothing is let go of in vain.
         rows = len(self._free_rows) + sum(len(prefix.rows) for prefix in oldest)

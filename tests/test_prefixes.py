@@ -305,9 +305,12 @@ def test_a_prefix_let_go_of_before_the_forward_starts_is_computed(weights):
 
 def test_two_forwards_prepared_at_once_keep_a_prefix_once(weights):
     packed, root = packed_of(weights), STATES[0]
-    prepared = [packed.prepare(*about(root, (seed, 5))) for seed in range(2)]
-    for each in prepared:
-        packed.start(each)()
+    requests = [about(root, (seed, 5)) for seed in range(2)]
+    prepared = [packed.prepare(*request) for request in requests]
+    for each, (sequences, _), reused in zip(prepared, requests, (0, len(root)), strict=True):
+        outcome = packed.start(each)()
+        assert outcome.reused == reused
+        np.testing.assert_allclose(outcome.scores, plain_scores(weights, sequences), rtol=BOUND, atol=BOUND)
     assert packed.prefixes.counts["kept"] == packed.prefixes.held == 1
     check_places(packed.prefixes)
 
