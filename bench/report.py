@@ -34,7 +34,7 @@ FILES = {
     "gemm": "bench/gemm_bench.py",
     "serve": "bench/serve_bench.py",
     "jevbench_shaped": "bench/run_workload.py",
-    "soak": "a soak",
+    "soak": "bench/soak.py",
     "cold_start": "bench/cold_start.py",
 }
 # Only a GPU has these.
@@ -474,16 +474,19 @@ def _soak(results: Results) -> tuple[list[str], list[Plot]]:
     keys = [
         key
         for key in dict.fromkeys(key for row in results.rows for key in row)
-        if any(isinstance(row.get(key), str | int | float) for row in results.rows)
+        if any(isinstance(row.get(key), str | int | float | dict) for row in results.rows)
     ]
-    body = [
-        [
-            f"{value:,.6g}" if isinstance(value, float) else "" if value is None else str(value)
-            for value in values
-        ]
-        for values in ([row.get(key) for key in keys] for row in results.rows)
-    ]
+    body = [[_plain(row.get(key)) for key in keys] for row in results.rows]
     return ["### Under load for long", "", *_table(keys, body, left=1)], []
+
+
+def _plain(value: Any) -> str:
+    """A figure, a text, or the names and figures of a dictionary, those without one left out."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items() if each is not None)
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return "" if value is None else str(value)
 
 
 _SECTIONS = {

@@ -174,13 +174,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--checkpoint", type=Path, metavar="DIR", required=True, help="the checkpoint package to verify on"
     )
-    verify.add_argument(
-        "--requests",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="JSON files of requests (default: the demo's example and some drawn from --seed)",
-    )
+    _add_requests(verify)
     verify.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
     verify.add_argument(
         "--backend",
@@ -194,8 +188,19 @@ def _add_verify(commands: Any) -> None:
         help="convert both models to float32 first: there all must agree closely, so that a fault of the maths stands "
         "apart from rounding (backend fast)",
     )
-    verify.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _add_requests(command: argparse.ArgumentParser) -> None:
+    """What a command asks the models; `--seed` comes with it."""
+    command.add_argument(
+        "--requests",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="JSON files of requests (default: the demo's example and some drawn from --seed)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
 
 
 def _add_warmup(commands: Any) -> None:
@@ -233,13 +238,7 @@ def _add_bench(commands: Any) -> None:
     model.add_argument(
         "--profile", choices=sorted(PROFILES), help="instead of a checkpoint, random weights of these shapes"
     )
-    bench.add_argument(
-        "--requests",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="JSON files of requests (default: the demo's example and some drawn from --seed)",
-    )
+    _add_requests(bench)
     bench.add_argument("--device", help="torch device (default: cuda:0 where there is a GPU, else cpu)")
     bench.add_argument(
         "--mode",
@@ -257,7 +256,6 @@ def _add_bench(commands: Any) -> None:
         default=8,
         help="of timed rounds a request and mode; then no other starts, once there are three (default: 8)",
     )
-    bench.add_argument("--seed", type=int, default=0, help="seed of the default requests (default: 0)")
     bench.add_argument(
         "--out",
         type=Path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -120,7 +120,17 @@ class Layout:
             start = next(starts)
             return packed[start : start + table.numel()].view(table.shape)
 
-        return self._map(moved)
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = moved(value)
+            else:
+                tables = {name: moved(table) for name, table in _device_tables(value).items()}
+                changed[field.name] = value._replace(**tables)
+        return replace(self, **changed)
 
     def shape_key(self) -> tuple[Any, ...]:
         """What a captured graph depends on: the shapes of the device tables and the plans' numbers."""
@@ -133,43 +143,29 @@ class Layout:
             key += [value for value in plan if isinstance(value, int)]
         return tuple(key)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            if isinstance(value, torch.Tensor):
-                changed[field.name] = change(value)
-            else:
-                tables = {
-                    name: change(table)
-                    for name, table in value._asdict().items()
-                    if isinstance(table, torch.Tensor) and name not in _HOST_TABLES
-                }
-                changed[field.name] = value._replace(**tables)
-        return replace(self, **changed)
-
     @cached_property
     def _tables(self) -> list[torch.Tensor]:
-        """Device tables, in the order of `_map`."""
+        """Device tables, in the order in which they are packed."""
         tables: list[torch.Tensor] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                tables.append(value)
-            elif value is not None:
-                tables += [
-                    table
-                    for name, table in zip(value._fields, value, strict=True)
-                    if isinstance(table, torch.Tensor) and name not in _HOST_TABLES
-                ]
+            if value is not None:
+                tables += [value] if isinstance(value, torch.Tensor) else _device_tables(value).values()
         return tables
 
     @cached_property
     def _starts(self) -> list[int]:
         """Where each device table starts in the packed tensor; the last number is the tensor's size."""
         return [0, *accumulate(_round_up(table.numel(), _ALIGNMENT) for table in self._tables)]
+
+
+def _device_tables(plan: DeltaPlan | AttentionPlan | Reuse) -> dict[str, torch.Tensor]:
+    """The tables of a plan that belong on the model's device, by name."""
+    return {
+        name: value
+        for name, value in plan._asdict().items()
+        if isinstance(value, torch.Tensor) and name not in _HOST_TABLES
+    }
 
 
 def rotary_tables(

@@ -7,7 +7,7 @@ from decisions import question, text
 from jev.api import compile_request
 from test_engine import engine_of
 
-from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.forest import build_forest, continue_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.ops import plan_attention, plan_delta_rule
@@ -40,6 +40,18 @@ def test_packing_keeps_every_table():
         assert torch.equal(table, tables(layout)[name]), name
         if table.data_ptr() != tables(layout)[name].data_ptr() and table.numel():
             assert (table.data_ptr() - packed.data_ptr()) % 16 == 0, name
+
+
+def test_what_the_host_loops_over_stays_on_the_host():
+    forest = continue_forest(sequences(), [0] * len(sequences()), [4])
+    layout = build_layout(forest, kept=[(1, np.arange(1, 5))], keep=[(0, 0, forest.path(0))])
+    before, after = tables(layout), tables(layout.unpack(layout.pack()))
+    stayed = {name for name, table in after.items() if table.data_ptr() == before[name].data_ptr()}
+    blocks = ("block_query", "block_own", "block_range", "range_rows")
+    steps = ("step_start", "step_kept", "kept_source", "kept_target")
+    assert stayed == {f"delta.{name}" for name in steps} | {
+        f"{plan}.{name}" for plan in ("attention", "read_attention") for name in blocks
+    }
 
 
 def test_a_layout_for_the_kernels_has_their_tables_and_no_others(tiny_checkpoint):

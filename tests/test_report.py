@@ -84,7 +84,9 @@ ROWS = {
         passed("fast", 1, 3), passed("fast", 2, 3), passed("fla", 1, 2, p50_ratio=7.25, changed_decisions=1),
         *(task("fast", name, [5.0, 4.0]) for name in "abc"), *(task("fla", name, [50.0, None]) for name in "ab"),
     ],
-    "soak": [{"minute": 1, "errors": 0, "rss_gib": 2.5}],
+    "soak": [
+        {"minutes": 1, "errors": 0, "environment": {"CACHE": "64"}, "grown": {"mib": -2.5, "gpu": None}, "samples": []}
+    ],
     "cold_start": [
         {"scope": "start", "profile": "27b", "mode": "fast", "caches": "empty", "start": 1, "ready_s": 61.25},
         {"scope": "answer", "profile": "27b", "mode": "fast", "caches": "empty", "start": 1, "case": "noul_70",
@@ -126,7 +128,7 @@ def test_every_results_file_has_a_section_with_its_figures(folder, capsys):
         "| 27b | 72 | 5.12 | 4.86 | 4.10 | 1.250 |",
         "| mixed | fast | 4 | 1,000 | 0 | 55.5 | 1.50 | 2.50 |  |",
         "| fla | 1 | 2 | 0 | 10.0 | 20.0 | 12.0 | 30.0 | 7.25 | 1 |",
-        "| 1 | 0 | 2.5 |",
+        "| 1 | 0 | CACHE 64 | mib -2.5 |",
         "| fast | empty | 1 | 61.2 |",
         "| noul_70 | fast | empty | 1 | 49.8 | 20.5 | 16.5 |",
         "driver 1.2.3",

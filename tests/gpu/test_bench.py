@@ -8,7 +8,10 @@ import torch
 from openjev_fast_plugin.measurement import run
 from openjev_fast_plugin.measurement.originals import best_delta_rule
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
