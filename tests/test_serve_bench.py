@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 from pathlib import Path
 
@@ -180,7 +181,8 @@ def test_what_is_wrong_is_told(found, told):
 
 def test_resident_memory_is_that_of_the_process():
     before = soak.resident_mib(os.getpid())
-    with mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE) as pages:  # from the kernel: an allocator may hand out pages it holds
+    # From the kernel: an allocator may hand out pages it holds already.
+    with mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE) as pages:
         assert soak.resident_mib(os.getpid()) - before < 10
         for start in range(0, len(pages), mmap.PAGESIZE):
             pages[start] = 1
