@@ -119,8 +119,6 @@ class PackedForward:
         return self._start(prepared)
 
     def _start_planned(self, planned: Planned, prefixes: PrefixCache) -> Callable[[], Outcome]:
-        layout, made = prefixes.take(planned)
-
         def run(step: Callable[[], Any]) -> Any:
             try:
                 return step()
@@ -129,6 +127,7 @@ class PackedForward:
                 prefixes.drop()
                 raise
 
+        layout, made = run(partial(prefixes.take, planned))
         # The layout that keeps nothing is captured: a capture runs it at a time when its places are another's.
         wait = run(partial(self._start, layout, planned.layout))
 
@@ -161,11 +160,11 @@ class PackedForward:
             self._observed = None
 
     def release_memory(self) -> None:
-        if self.graphs is not None:
-            # They read the memory of the prefixes.
-            self.graphs.drop()
         if self.prefixes is not None:
             self.prefixes.release()
+        if self.graphs is not None:
+            # After it: no graph that reads the memory of prefixes is captured any more.
+            self.graphs.drop()
         if self.weights.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -227,8 +226,9 @@ class FastEngine:
     model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards. The model owns the engine, not
         the other way round: it has to be kept as long as the engine scores.
 
-    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason, ValueError where prefixes are to be
-    kept in less than one takes, and BuildError where the kernels cannot be built.
+    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason, BuildError where the kernels cannot
+    be built, and ValueError where prefixes are to be kept in less than one takes, or, the model taken over, in more
+    memory than there is.
     """
 
     # `score` may be called by several threads at once.
@@ -259,7 +259,12 @@ class FastEngine:
             self.tuning = Tuning.of(self._weights)
         prefixes: PrefixCache | None = None
         if capacity is not None:
-            prefixes = PrefixCache(shapes, self._weights.dtype, self._weights.device, capacity)
+            try:
+                prefixes = PrefixCache(shapes, self._weights.dtype, self._weights.device, capacity)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{PREFIX_BYTES_VARIABLE}: no memory for {capacity.total_bytes} bytes beside the model: {error}"
+                ) from error
         default = default_max_rows(self._weights)
         # Not a method: what the scheduler holds must not hold the engine.
         self._max_rows = lambda: settings.max_rows or max(default, model.max_length)

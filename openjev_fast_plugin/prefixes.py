@@ -2,7 +2,7 @@
 
 What is kept of a prefix is what rows after it read: of every Gated DeltaNet layer the state at its end and the last
 three rows of the convolution's input, of every attention layer the keys and values of its rows. All of it lies in
-tensors made once, at the start, so a captured graph can read and write any of it: which prefixes, where they lie and
+memory taken once, at the start, so a captured graph can read and write any of it: which prefixes, where they lie and
 where new ones go are numbers in the layout's tables. Half of the bytes hold states, half rows.
 
 `PrefixCache` is the bookkeeping on the host. Prefixes are found by comparing token ids. Any number of threads may plan;
@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,19 +93,24 @@ class Capacity:
     def allocate(
         self, shapes: Shapes, dtype: torch.dtype, device: torch.device
     ) -> list[KeptStates | KeptRows]:
-        """Zeros for every layer."""
-        layers: list[KeptStates | KeptRows] = []
-        for kind in shapes.layer_types:
-            if kind == "linear_attention":
-                heads = (shapes.value_heads, shapes.value_dim, shapes.key_dim)
-                states = torch.zeros(self.slots, *heads, dtype=torch.float32, device=device)
-                conv = (self.slots + 1, CONVOLUTION_ROWS, shapes.conv_channels)
-                layers.append(KeptStates(states, torch.zeros(conv, dtype=dtype, device=device)))
-            else:
-                rows = (self.rows + 1, shapes.kv_heads, shapes.head_dim)
-                keys, values = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
-                layers.append(KeptRows(keys, values))
-        return layers
+        """Zeros for every layer, in one piece of memory: allocators round each piece up, some to 2 MiB."""
+        memory = torch.zeros(self.total_bytes, dtype=torch.uint8, device=device)
+        linear = shapes.layer_types.count("linear_attention")
+        heads = (shapes.value_heads, shapes.value_dim, shapes.key_dim)
+        states = (linear, self.slots, *heads)
+        conv = (linear, self.slots + 1, CONVOLUTION_ROWS, shapes.conv_channels)
+        rows = (len(shapes.layer_types) - linear, 2, self.rows + 1, shapes.kv_heads, shapes.head_dim)
+        # States come first: they are what kernels read at multiples of 16 bytes.
+        sizes = (4 * prod(states), dtype.itemsize * prod(conv), dtype.itemsize * prod(rows))
+        parts = memory.split(sizes)
+        of_linear = zip(
+            parts[0].view(torch.float32).view(states), parts[1].view(dtype).view(conv), strict=True
+        )
+        of_attention = iter(parts[2].view(dtype).view(rows))
+        return [
+            KeptStates(*next(of_linear)) if kind == "linear_attention" else KeptRows(*next(of_attention))
+            for kind in shapes.layer_types
+        ]
 
 
 @dataclass(frozen=True, eq=False)

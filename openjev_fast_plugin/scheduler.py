@@ -426,7 +426,7 @@ class Scheduler:
         with self._changed:
             self._busy = False
             if outcome is not None:
-                self._note_rate(outcome.rows, ended - started)
+                self._note_rate(outcome.rows + outcome.reused, ended - started)
             if verdict == "broken":
                 again = []
                 self._broken = f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from openjev_fast_plugin.engine import FastEngine, PackedForward
 from openjev_fast_plugin.layout import Layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
-from openjev_fast_plugin.prefixes import LEAST_ROWS, Capacity, Planned, PrefixCache
+from openjev_fast_plugin.prefixes import LEAST_ROWS, Capacity, KeptStates, Planned, PrefixCache
 from openjev_fast_plugin.scheduler import Scheduler
 from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.takeover import accelerate
@@ -331,6 +332,17 @@ def test_too_few_bytes_are_refused_with_what_is_needed(weights):
 def test_a_number_of_bytes_is_used_and_never_passed(weights, most_bytes):
     capacity = Capacity.of(weights.shapes, weights.dtype, most_bytes)
     cache = PrefixCache(weights.shapes, weights.dtype, weights.device, capacity)
+    assert held_tensors(cache) == capacity.total_bytes
+    # One piece of memory, which no allocator rounds up for each layer, and no two tables share a byte.
+    tables = [table for layer in cache.layers for table in layer]
+    assert {table.untyped_storage().data_ptr() for table in tables} == {
+        tables[0].untyped_storage().data_ptr()
+    }
+    assert tables[0].untyped_storage().nbytes() == capacity.total_bytes
+    bounds = sorted((table.data_ptr(), table.data_ptr() + table.nbytes) for table in tables)
+    assert all(end <= start for (_, end), (start, _) in pairwise(bounds))
+    assert all(table.is_contiguous() for table in tables)
+    assert all(layer.states.data_ptr() % 16 == 0 for layer in cache.layers if isinstance(layer, KeptStates))
     unused = most_bytes - held_tensors(cache)
     assert 0 <= unused < capacity.slot_bytes + capacity.row_bytes + 1 and LEAST_ROWS == cache._least_rows
 
@@ -355,6 +367,22 @@ def test_a_forward_that_fails_keeps_nothing_and_drops_the_rest(weights, monkeypa
             check_places(packed.prefixes)
     assert ask(packed, about(root, (4, 5))) == 0
     assert ask(packed, about(root, (5, 5))) == len(root)
+
+
+def test_a_forward_that_cannot_be_planned_to_the_end_loses_no_room(weights, monkeypatch):
+    packed = packed_of(weights)
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("of the test")
+
+    prepared = packed.prepare(*about(STATES[0], (1, 5)))
+    with monkeypatch.context() as patched:
+        patched.setattr(Layout, "keeping", fails)
+        with pytest.raises(MemoryError):
+            packed.start(prepared)
+    check_places(packed.prefixes)
+    assert ask(packed, about(STATES[0], (2, 5))) == 0
+    assert ask(packed, about(STATES[0], (3, 5))) == len(STATES[0])
 
 
 def test_scores_that_are_not_finite_keep_nothing(weights, monkeypatch):
@@ -385,6 +413,21 @@ def test_memory_is_given_back_for_good_when_a_forward_finds_none(weights, caplog
         assert outcome.reused == 0
     assert ask(packed, about(root, (3, 5))) == 0
     assert packed.counts()[1]["prefix_memory_bytes"] == 0
+
+    packed = packed_of(weights)
+
+
+def test_graphs_are_dropped_once_no_other_can_read_what_was_kept(weights):
+    packed, root = packed_of(weights), STATES[0]
+    kept_at_drop = []
+
+    class Dropped:
+        def drop(self) -> None:
+            kept_at_drop.append(packed.prefixes.layers)
+
+    packed.graphs = Dropped()
+    packed.release_memory()
+    assert kept_at_drop == [None]
 
 
 # Graphs
@@ -525,6 +568,17 @@ def test_asking_again_about_a_state_computes_the_question(tiny_checkpoint, plain
         same_probabilities(engine.score(records_about(odd, 4)), plain_engine.score(records_about(odd, 4)))
 
 
+def test_a_state_that_grows_by_a_paragraph_is_computed_from_there(tiny_checkpoint, plain_engine):
+    engine = engine_of(tiny_checkpoint, prefix_bytes=256 << 20)
+    state = text(400, 5)
+    engine.score(records_about(state, 1))
+    for joint, grown in (("\n\n", True), (" ", False)):
+        records = records_about(f"{state}{joint}And {text(200, 6)}", 2)
+        found = engine.score(records)
+        same_probabilities(found, plain_engine.score(records))
+        assert (found.stats["rows_reused"] > 500) == grown
+
+
 def test_a_request_in_parts_reuses_what_its_first_part_kept(tiny_checkpoint, plain_engine):
     engine = engine_of(tiny_checkpoint, prefix_bytes=256 << 20, max_rows=900)
     records = compile_request(text(350, 8), {"q": question("choice", 40, 1), "r": question("noul", 1, 2)})
@@ -605,3 +659,13 @@ def test_a_setting_that_holds_nothing_stops_the_start(tiny_checkpoint):
     with pytest.raises(ValueError, match="OPENJEV_FAST_PREFIX_BYTES: 1024 bytes hold no prefix"):
         FastEngine(model, Settings(prefix_bytes=1024))
     assert model.backbone is before
+
+
+def test_a_setting_of_more_memory_than_there_is_stops_the_start(tiny_checkpoint, monkeypatch):
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("of the test")
+
+    monkeypatch.setattr(Capacity, "allocate", fails)
+    message = r"OPENJEV_FAST_PREFIX_BYTES: no memory for \d+ bytes beside the model: of the test"
+    with pytest.raises(ValueError, match=message):
+        FastEngine(DecisionModel.load(tiny_checkpoint, "cpu"), Settings(prefix_bytes=256 << 20))

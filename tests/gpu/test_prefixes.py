@@ -19,7 +19,7 @@ from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
 from openjev_fast_plugin.random_models import head, text_config, text_model
-from openjev_fast_plugin.scheduler import Scheduler
+from openjev_fast_plugin.scheduler import Outcome, Scheduler
 from openjev_fast_plugin.weights import Weights, take_weights
 
 pytestmark = [
@@ -50,9 +50,16 @@ def packed_of(weights: Weights, portable: tuple[str, ...] = (), most_bytes: int 
     return PackedForward(weights, list(portable), prefixes=cache)
 
 
+def plain_of(weights: Weights) -> PackedForward:
+    """Without kept prefixes, always eager."""
+    plain = PackedForward(weights, [])
+    plain.graphs._most_rows = 0
+    return plain
+
+
 @pytest.fixture(scope="module")
 def plain(weights) -> PackedForward:
-    return PackedForward(weights, [])
+    return plain_of(weights)
 
 
 def tokens(seed: int, length: int) -> np.ndarray:
@@ -63,8 +70,10 @@ def about(root: np.ndarray, *rests: tuple[int, int]) -> Request:
     return [np.concatenate([root, tokens(*rest)]) for rest in rests], [root] * len(rests)
 
 
-def scores_of(packed: PackedForward, request: Request, reuse: bool = True):
-    return packed.start(packed.prepare(*request) if reuse else packed.prepare(request[0]))()
+def scores_of(packed: PackedForward, request: Request, reuse: bool = True) -> Outcome:
+    outcome = packed.start(packed.prepare(*request) if reuse else packed.prepare(request[0]))()
+    # Padding repeats candidates.
+    return replace(outcome, scores=outcome.scores[: len(request[0])])
 
 
 def near(found: np.ndarray, expected: np.ndarray) -> None:
@@ -76,7 +85,7 @@ def near(found: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("profile", ["2b", "9b", "27b"])
 def test_what_was_just_sent_is_not_computed_again(profile):
     weights = fused(profile)
-    packed, plain = packed_of(weights), PackedForward(weights, [])
+    packed, plain = packed_of(weights), plain_of(weights)
     found, expected = [], []
     for length in LENGTHS:
         root = tokens(length, length)
@@ -99,6 +108,8 @@ def test_hits_are_no_further_from_float32_than_fresh_forwards(monkeypatch):
     for wide, source in zip(exact.backbone_tensors(), narrow.backbone_tensors(), strict=True):
         wide.copy_(source)
     packed = packed_of(narrow)
+    # No capture's thread runs the forward while its rows are read.
+    packed.graphs._most_rows = 0
     read: list[torch.Tensor] = []
     real = forward_module.head_score
 
@@ -215,15 +226,18 @@ def test_captures_while_idle_disturb_no_prefix(weights, plain):
     packed.graphs._idle_seconds = 0.0
     found, expected = [], []
     for turn in range(60):
-        root = tokens(turn % 5, 300)
-        request = about(root, (turn, 9 + turn % 2), (100 + turn, 30))
+        # Two prefixes have room, of five; each is asked for twice in a row.
+        root = tokens(turn // 2 % 5, 300)
+        request = about(root, (turn, 9), (100 + turn, 30))
         found.append(scores_of(packed, request).scores)
         expected.append(scores_of(plain, request).scores)
         if turn % 7 == 0:
             packed.graphs.wait_until_captured()
     near(np.concatenate(found), np.concatenate(expected))
     counts = packed.prefixes.counts
-    assert counts["evictions"] > 0 and packed.graphs.counts["replays"] > 0
+    assert counts["hits"] == 30 and counts["evictions"] == 28
+    # Of forwards that keep and of forwards that read.
+    assert packed.graphs.counts["captures"] >= 2 and packed.graphs.counts["replays"] > 30
 
 
 def test_a_crowd_gets_the_scores_of_lone_requests(weights, plain):
@@ -256,16 +270,17 @@ def test_memory_stays_where_it_was_and_is_given_back(weights):
     before = torch.cuda.memory_allocated(DEVICE)
     packed = packed_of(weights)
     taken = torch.cuda.memory_allocated(DEVICE) - before
-    # The allocator rounds each tensor up to 512 bytes, large ones to 2 MiB.
-    tables = sum(len(layer) for layer in packed.prefixes.layers)
-    assert packed.prefixes.total_bytes <= taken <= packed.prefixes.total_bytes + tables * (2 << 20)
-    assert packed.prefixes.total_bytes <= 1 << 30
+    total = packed.prefixes.total_bytes
+    # One piece of memory, which the allocator rounds up to 2 MiB.
+    assert total <= 1 << 30 and total <= taken <= total + (2 << 20)
     for seed in range(12):
         scores_of(packed, about(tokens(seed, 500), (seed, 9)))
     packed.graphs.wait_until_captured()
+    held = torch.cuda.memory_allocated(DEVICE)
     packed.release_memory()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated(DEVICE) - before <= 64 << 20
+    # What else is given back, and what cuBLAS keeps, is not what is asked here.
+    assert held - torch.cuda.memory_allocated(DEVICE) >= total
     assert scores_of(packed, about(tokens(1, 500), (1, 9))).reused == 0
 
 
