@@ -414,11 +414,9 @@ def test_memory_is_given_back_for_good_when_a_forward_finds_none(weights, caplog
     assert ask(packed, about(root, (3, 5))) == 0
     assert packed.counts()[1]["prefix_memory_bytes"] == 0
 
-    packed = packed_of(weights)
-
 
 def test_graphs_are_dropped_once_no_other_can_read_what_was_kept(weights):
-    packed, root = packed_of(weights), STATES[0]
+    packed = packed_of(weights)
     kept_at_drop = []
 
     class Dropped:
