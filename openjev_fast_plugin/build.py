@@ -363,6 +363,8 @@ def _run_ninja(scratch: Path, plan: Plan) -> None:
     reader = threading.Thread(target=_collect, args=(process.stdout, output), daemon=True)
     reader.start()
     with _Progress(plan.architectures, start) as progress:
+        # In any case once, however quick ninja is.
+        progress.show("")
         while reader.is_alive():
             progress.show(_finished(output))
             reader.join(timeout=1.0)

@@ -184,8 +184,11 @@ def _choice(content: Mapping[str, Any]) -> Choice:
         raise ValueError(f"a choice has no {sorted(set(content) - known)}")
     values = {**content, "algorithm": tuple(content.get("algorithm", ()))}
     choice = Choice(**values)
-    numbers = (choice.tile, choice.parts, choice.form, choice.partials, choice.workspace, *choice.algorithm)
+    sizes = (choice.band, choice.tile, choice.parts, choice.form, choice.partials, choice.workspace)
+    numbers = (*sizes, *choice.algorithm)
     if choice.way not in get_args(get_type_hints(Choice)["way"]) or not all(type(n) is int for n in numbers):
+        raise ValueError(f"no choice is {dict(content)!r}")
+    if choice.band and (choice.way != "pytorch" or choice.band < 0):
         raise ValueError(f"no choice is {dict(content)!r}")
     if type(choice.fused) is not bool or len(choice.algorithm) != (8 if choice.way == "cublaslt" else 0):
         raise ValueError(f"no choice is {dict(content)!r}")

@@ -1,9 +1,10 @@
 """Finds the fastest way to compute each product of a model on its device, and keeps what it found.
 
-Candidates for a product are `F.linear`, our kernel's tiles, and cuBLASLt's algorithms: what its heuristics propose for
-either order of the operands, each of the first with its columns in 2 to 4 parts, and, before a residual add, partial
-sums left to the norm. They are timed together with the op that reads the product, on weights of the model in turn, so
-that nothing is in the cache that a forward would not find there and no weight is allocated.
+Candidates for a product are `F.linear`, at once or in bands of the weight's rows, our kernel's tiles, and cuBLASLt's
+algorithms: what its heuristics propose for either order of the operands, each of the first with its columns in 2 to 4
+parts, and, before a residual add, partial sums left to the norm. They are timed together with the op that reads the
+product, on weights of the model in turn, so that nothing is in the cache that a forward would not find there and no
+weight is allocated.
 
 A screening sorts them, a few at a time beside the default way; from the best on they are held against a float32 product
 and must repeat their own bits; the first that pass take turns in a final. The default stays unless it is beaten
@@ -29,7 +30,14 @@ from openjev_fast_plugin import tables
 from openjev_fast_plugin.layout import Layout
 from openjev_fast_plugin.ops import _choices, _cuda, add_rms_norm
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
-from openjev_fast_plugin.ops.linear import FORMS, PARTIALS, default_choice, kernel_tiles
+from openjev_fast_plugin.ops.linear import (
+    FORMS,
+    KERNEL_ROWS,
+    PARTIALS,
+    bands,
+    default_choice,
+    kernel_tiles,
+)
 from openjev_fast_plugin.tables import Entry, Facts, Store
 from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, Weights
 
@@ -157,6 +165,10 @@ class DeviceWays:
     def candidates(self, product: Product) -> Iterator[Choice]:
         op, sizes = product.op, (product.rows, product.features, product.columns)
         yield PYTORCH
+        if product.rows > KERNEL_ROWS:
+            yield from (
+                Choice("pytorch", band=band) for band in bands(product.features, self._multiprocessors)
+            )
         if self._capability == (9, 0):
             yield from (Choice("kernel", tile=tile, parts=parts) for tile, parts in kernel_tiles(*sizes))
             if op == "linear_silu_mul":
@@ -175,6 +187,8 @@ class DeviceWays:
         op, sizes = product.op, (product.rows, product.features, product.columns)
         if choice.partials > 1 and op != "linear_update":
             return False
+        if choice.band:
+            return choice.way == "pytorch" and choice.band < product.features
         if choice.way == "kernel":
             tiles = kernel_tiles(*sizes, silu=choice.fused)
             fits = choice.fused <= (op == "linear_silu_mul") and (choice.tile, choice.parts) in tiles

@@ -247,6 +247,12 @@ def test_build_runs_once_and_is_renamed_into_place(plan, tmp_path, capsys):
     assert not list(root.glob("*.building"))
 
 
+def test_a_build_is_announced_however_quick_it_is(plan, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: False)
+    build.build(with_ninja(plan, stand_in_ninja(tmp_path, f"touch {build.LIBRARY}")), tmp_path / "cache")
+    assert "compiling CUDA kernels for sm_80, sm_90" in capsys.readouterr().err
+
+
 def test_threads_that_start_together_build_once(plan, tmp_path):
     ninja = stand_in_ninja(tmp_path, f"echo x >> {tmp_path}/runs; sleep 0.3; touch {build.LIBRARY}")
     plan, root = with_ninja(plan, ninja), tmp_path / "cache"

@@ -13,7 +13,14 @@ from openjev_fast_plugin.ops import (
     linear_update_ref,
 )
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
-from openjev_fast_plugin.ops.linear import SILU_TILES, TILES, default_choice, kernel_tile, kernel_tiles
+from openjev_fast_plugin.ops.linear import (
+    SILU_TILES,
+    TILES,
+    bands,
+    default_choice,
+    kernel_tile,
+    kernel_tiles,
+)
 
 MULTIPROCESSORS = 132
 
@@ -105,6 +112,16 @@ def test_tiles_that_can_compute_a_product_hold_the_fastest():
     # One step of columns cannot be divided.
     assert set(kernel_tiles(72, 5120, 64)) == {tile for tile in TILES if tile[1] == 1}
     assert set(kernel_tiles(72, 5120, 64, silu=True)) == set(SILU_TILES)
+
+
+def test_bands_are_whole_waves_of_tiles_and_no_small_part_of_the_weight():
+    # 66 tiles of 256 rows by half of x, 132 multiprocessors: two such bands and 1,024 rows.
+    assert 66 * 256 in bands(34816, MULTIPROCESSORS)
+    for features in (5120, 16480, 34816):
+        found = bands(features, MULTIPROCESSORS)
+        assert found == sorted(set(found)) and all(features / 4 <= band < features for band in found)
+    # Fewer than one tile a multiprocessor.
+    assert bands(512, MULTIPROCESSORS) == []
 
 
 def test_the_default_way():

@@ -28,6 +28,7 @@ ENTRIES = {
     Product("linear", 72, 16480, 5120): entry(KERNEL),
     Product("linear_silu_mul", 72, 34816, 5120): entry(FUSED),
     Product("linear", 8, 16480, 5120): entry(PYTORCH),
+    Product("linear", 280, 16480, 5120): entry(Choice("pytorch", band=12672)),
 }
 
 
@@ -116,6 +117,9 @@ BROKEN = {
     "no way": changed(way=None),
     "algorithm of seven": changed(algorithm=[1] * 7),
     "algorithm of text": changed(algorithm=["1"] * 8),
+    "band": changed(way="pytorch", algorithm=None, band=-8),
+    "band as text": changed(way="pytorch", algorithm=None, band="8"),
+    "bands of an algorithm": changed(band=64),
     "unknown": lambda content: content["tables"][0]["products"][0]["choice"].update(speed=9),
     "list": lambda content: content.update(tables={"a": 1}),
 }

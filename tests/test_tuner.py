@@ -21,7 +21,7 @@ from openjev_fast_plugin.graphs import CapturedGraphs, GraphedForward
 from openjev_fast_plugin.layout import Bucket, build_layout
 from openjev_fast_plugin.ops import _choices, _cuda, silu_mul
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
-from openjev_fast_plugin.ops.linear import TILES, _choice, _partials
+from openjev_fast_plugin.ops.linear import TILES, _choice, _partials, bands
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.tables import Entry, Facts, Store
 from openjev_fast_plugin.tuner import (
@@ -630,6 +630,14 @@ def test_ways_are_computed_by_what_they_name(monkeypatch):
     )
     chosen = way(7, form=1, partials=2, workspace=512)
     assert torch.equal(_cuda.compute("linear", PYTORCH, x, weight), F.linear(x, weight))
+    # The last of three bands is what is left.
+    product = F.linear(x, weight)
+    banded = _cuda.compute("linear", Choice("pytorch", band=20), x, weight)
+    torch.testing.assert_close(banded, product)
+    assert banded.is_contiguous() and banded.shape == (16, 48)
+    torch.testing.assert_close(
+        _cuda.compute("linear_silu_mul", Choice("pytorch", band=40), x, weight), silu_mul(product)
+    )
     assert _cuda.compute("linear_update", chosen, x, weight).unique() == 1
     assert _cuda.compute("linear", Choice("kernel", tile=64, parts=2), x, weight).unique() == 2
     # A kernel that activates is not activated again; a product is.
@@ -705,12 +713,16 @@ def test_candidates_are_of_every_kind(device_ways):
     assert {c.fused for c in gated if c.way == "kernel"} == {False, True}
     update = list(device_ways.candidates(few._replace(op="linear_update", rows=280)))
     assert not [c for c in update if c.way == "kernel"]
+    # For more rows than the kernel takes, in calls of one tile a multiprocessor: 132 of 256 by half of the rows.
+    many = list(device_ways.candidates(Product("linear_silu_mul", 280, 34816, 5120)))
+    assert Choice("pytorch", band=66 * 256) in many
+    assert {c.band for c in many} == {0, *bands(34816, 132)} and {c.band for c in gated} == {0}
     assert {(c.form, c.partials) for c in update if c.way == "cublaslt"} == {
         (form, partials) for form in (0, 1) for partials in (1, 2, 4)
     }
     # Sizes that are no multiples of 8 are PyTorch's alone.
-    assert list(device_ways.candidates(few._replace(rows=280, features=5121))) == [PYTORCH]
-    assert list(device_ways.candidates(few._replace(rows=280, columns=6140))) == [PYTORCH]
+    for odd in (few._replace(rows=280, features=5121), few._replace(rows=280, columns=6140)):
+        assert {c.way for c in device_ways.candidates(odd)} == {"pytorch"}
 
 
 def test_candidates_pass_for_what_a_file_may_hold(device_ways):
@@ -718,6 +730,7 @@ def test_candidates_pass_for_what_a_file_may_hold(device_ways):
         Product("linear", 72, 5120, 6144),
         Product("linear_silu_mul", 72, 34816, 5120),
         Product("linear_update", 72, 5120, 6144),
+        Product("linear_silu_mul", 280, 34816, 5120),
     ):
         for choice in device_ways.candidates(product):
             expected = choice.way != "cublaslt" or choice.form == 1
@@ -732,8 +745,10 @@ def test_candidates_pass_for_what_a_file_may_hold(device_ways):
         (Product("linear", 136, 5120, 6144), Choice("kernel", tile=64)),
         (Product("linear", 72, 5120, 6144), Choice("cublaslt", partials=2, algorithm=(1,) * 8)),
         (Product("linear_update", 72, 5120, 6144), Choice("cublaslt", form=2, algorithm=(1,) * 8)),
+        (Product("linear", 280, 5120, 6144), Choice("pytorch", band=5120)),
+        (Product("linear", 72, 5120, 6144), Choice("kernel", band=1024, tile=64)),
     ],
-    ids=["fused", "tile", "rows", "partials", "form"],
+    ids=["fused", "tile", "rows", "partials", "form", "all in one band", "bands of a kernel"],
 )
 def test_choices_no_device_can_take(device_ways, product, choice):
     assert not device_ways.takes(product, choice)

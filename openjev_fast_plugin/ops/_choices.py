@@ -30,12 +30,14 @@ class Choice:
     """One way to compute a product.
 
     way: "pytorch" is `F.linear`, "kernel" csrc/linear_sm90.cuh, "cublaslt" one algorithm of cuBLASLt.
+    band: of "pytorch", rows of the weight that one call computes with, the last call with what is left; 0: all of them.
     tile, parts: of the kernel. fused: the kernel computes the MLP's activation as well.
     form, partials, workspace, algorithm: of csrc/cublaslt_binding.cpp. partials: parts of the columns whose float32
         sums are left to the op that reads the product; 1: there are none, the product is bfloat16.
     """
 
     way: Literal["pytorch", "kernel", "cublaslt"]
+    band: int = 0
     tile: int = 0
     parts: int = 1
     fused: bool = False
@@ -52,7 +54,7 @@ class Choice:
             name = zlib.crc32(repr(self.algorithm).encode())
             sums = f", {self.partials} partial sums" if self.partials > 1 else ""
             return f"cuBLASLt {name:08x}, {('weight', 'rows')[self.form]} first{sums}"
-        return "F.linear"
+        return f"F.linear, {self.band} weight rows at a time" if self.band else "F.linear"
 
 
 PYTORCH = Choice("pytorch")

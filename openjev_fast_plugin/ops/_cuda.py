@@ -62,9 +62,19 @@ def compute(op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> t
         product = load()["cublaslt_matmul"](
             x, weight, choice.form, choice.partials, choice.algorithm, choice.workspace
         )
+    elif choice.band:
+        product = _by_bands(x, weight, choice.band)
     else:
         product = F.linear(x, weight)
     return silu_mul(product) if op == "linear_silu_mul" and not choice.fused else product
+
+
+def _by_bands(x: torch.Tensor, weight: torch.Tensor, band: int) -> torch.Tensor:
+    """`F.linear` of so many rows of the weight at a time, each call into its columns of one product."""
+    product = x.new_empty(len(x), len(weight))
+    for part, columns in zip(weight.split(band), product.split(band, dim=1), strict=True):
+        torch.mm(x, part.t(), out=columns)
+    return product
 
 
 def _register(name: str) -> None:

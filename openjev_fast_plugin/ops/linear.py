@@ -22,6 +22,8 @@ TILES = ((40, 1), (64, 1), (80, 1), (112, 1), (136, 1), (64, 2), (80, 2))
 SILU_TILES = ((48, 1), (96, 1), (136, 1))
 # The most rows it takes; more are faster in cuBLAS (bench/LOG.md).
 KERNEL_ROWS = 128
+# Weight rows of a tile and tiles across the rows of x, of those that cuBLAS computes 129 to 384 rows with.
+_BAND_TILES, _BANDS_ACROSS = (128, 192, 256), (1, 2, 3)
 # Columns of one step of the kernel.
 _STEP = 64
 # What a wave of blocks costs besides reading, in rows read (bench/LOG.md).
@@ -64,6 +66,16 @@ def kernel_tile(
 
     best = min(costs(), default=None)
     return None if best is None else best[1:]
+
+
+def bands(features: int, multiprocessors: int) -> list[int]:
+    """Weight rows of one call, where computing a product of so many features in several calls may be faster.
+
+    A call whose tiles are one for each multiprocessor leaves none of them idle at its end; all features at once may
+    need one tile more than that (bench/LOG.md). At least a quarter of the features, fewer than all of them.
+    """
+    fitting = {multiprocessors // across * tile for across in _BANDS_ACROSS for tile in _BAND_TILES}
+    return sorted(band for band in fitting if features <= 4 * band < 4 * features)
 
 
 def default_choice(product: Product, capability: tuple[int, int], multiprocessors: int) -> Choice:

@@ -136,6 +136,17 @@ def test_every_algorithm_errs_no_more_than_pytorch_or_is_refused(rows, features,
     assert {choice.form for choice in agreed} >= {0} and len(agreed) >= len(refused)
 
 
+@pytest.mark.parametrize("features, band", [(2048, 768), (1000, 384), (34816, 16896)])
+def test_bands_of_a_weight_are_one_product(features, band):
+    x, weight = normal(280, 512), normal(features, 512, scale=512**-0.5)
+    exact = x.double() @ weight.double().t()
+    found = into_nan(Choice("pytorch", band=band), x, weight)
+    assert found.is_contiguous() and found.shape == (280, features)
+    assert relative_l2(found, exact) <= 1.05 * relative_l2(F.linear(x, weight), exact)
+    activated = _cuda.compute("linear_silu_mul", Choice("pytorch", band=band), x, weight)
+    assert torch.equal(activated, silu_mul(found))
+
+
 def test_partial_sums_are_of_equal_parts():
     x, weight = normal(72, 1024), normal(512, 1024)
     for partials in PARTIALS:
