@@ -27,6 +27,8 @@ from openjev_fast_plugin.measurement.originals import ORIGINALS, best_delta_rule
 from openjev_fast_plugin.measurement.timing import summary
 from openjev_fast_plugin.ops import _cuda, linear
 from openjev_fast_plugin.ops._choices import OPS, Choice, Product
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
+from openjev_fast_plugin.packed_layout import pack_layout
 from openjev_fast_plugin.padded import PaddedBatch, padded_forward
 from openjev_fast_plugin.random_models import VOCABULARY, head, text_config, text_model
 from openjev_fast_plugin.tuner import Tuning
@@ -102,7 +104,8 @@ class Fast:
         """A call that lays the prompts out, runs them and brings the scores to the host."""
 
         def run() -> torch.Tensor:
-            layout = build_layout(build_forest(sequences), CUDA_BUCKET, portable=False)
+            few = few_queries_for(self.weights.device, self.weights.shapes.heads)
+            layout = pack_layout(sequences, CUDA_BUCKET, few, pinned=True)
             return self.graphs(layout)[0][: len(sequences)].cpu()
 
         return run

@@ -35,8 +35,9 @@ from openjev_fast_plugin import tables
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.ops import _cuda, silu_mul
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Product
+from openjev_fast_plugin.replay_timer import GraphTimer, Recording
 from openjev_fast_plugin.tables import Entry
-from openjev_fast_plugin.tuner import DeviceWays, GraphTimer, Recording, Tuner, Weight, facts_of
+from openjev_fast_plugin.tuner import DeviceWays, Tuner, Weight, facts_of
 from openjev_fast_plugin.warmup import parse_rows
 
 MODELS = ("27b", "9b", "2b")

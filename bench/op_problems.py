@@ -20,8 +20,11 @@ from openjev_fast_plugin import ops
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import Forest, build_forest
 from openjev_fast_plugin.layout import Layout, build_layout
+from openjev_fast_plugin.ops.tree_attention import LARGE_TILE, SMALL_TILE
 
 OURS = "openjev_fast"
+# Our attention in the tiles that the engine does not have at a number of queries.
+OTHER_TILES = "other_tiles"
 TREE_CASES = (
     "example",
     "noul_70",
@@ -40,11 +43,15 @@ _MOST_COMPARED = 1712
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what shapes problems are built. cache_bytes: see `op_registry.copies`."""
+    """Where and on what shapes problems are built.
+
+    cache_bytes: see `op_registry.copies`. few_queries: the most queries that attention has in small tiles.
+    """
 
     profile: Profile
     device: torch.device
     cache_bytes: int
+    few_queries: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,10 @@ class Op:
     build: Callable[[str, Setting], Problem]
 
 
-def layout_of(case: str) -> tuple[Forest, Layout]:
-    """A case's forest, and its layout on the host as the forward pads it."""
+def layout_of(case: str, few_queries: int = 0) -> tuple[Forest, Layout]:
+    """A case's forest, and its layout on the host as the forward pads it. few_queries: see `build_layout`."""
     forest = build_forest(prompts(case, 32_768))
-    return forest, build_layout(forest, CUDA_BUCKET)
+    return forest, build_layout(forest, CUDA_BUCKET, few_queries=few_queries)
 
 
 def delta_problem(case: str, setting: Setting) -> Problem:
@@ -92,10 +99,11 @@ def delta_problem(case: str, setting: Setting) -> Problem:
 
 
 def attention_problem(case: str, setting: Setting) -> Problem:
-    """Attention of one layer and its gate, every row a query."""
-    forest, layout = layout_of(case)
+    """Attention of one layer and its gate, every row a query; in the tiles the engine has, and in the other ones."""
+    forest, layout = layout_of(case, setting.few_queries)
     device, rows, dim = setting.device, len(forest.token), setting.profile.head_dim
     plan = layout.to(device).attention
+    small = plan.tile_queries == SMALL_TILE
     given = op_inputs.tree_attention(setting.profile, layout.rows, layout.rows, device=str(device))
     q, k, v, gate, scale = given
     sample = np.unique(np.linspace(0, rows - 1, min(rows, _MOST_COMPARED)).round().astype(np.int64))
@@ -107,10 +115,13 @@ def attention_problem(case: str, setting: Setting) -> Problem:
         queries = (q[compared], k, v, gate[compared], scale)
         return op_inputs.exact_attention(queries, *tables, sample, forest.node[sample])[0]
 
-    def ours() -> Prepared:
+    def ours(plan: ops.AttentionPlan) -> Prepared:
         sets = copies(given, setting.cache_bytes)
         calls = [partial(ops.tree_attention, *one, plan) for one in sets]
         return Prepared(calls, lambda output: [(output[compared], exact())], layout.rows)
+
+    def other() -> Prepared:
+        return ours(layout_of(case, 0 if small else layout.rows)[1].to(device).attention)
 
     def laid_out(sequences: list[np.ndarray]) -> list[Way]:
         """Attention of sequences padded to one length, made when a way is prepared and not kept."""
@@ -136,7 +147,10 @@ def attention_problem(case: str, setting: Setting) -> Problem:
     )
     too_big = f"its mask would take {mask_bytes >> 20} MiB, more than {_MOST_MASK_BYTES >> 20}"
     variants = [
-        Variant(OURS, [Way(f"heads of {dim}, packed rows", ours)]),
+        Variant(
+            OURS, [Way(f"heads of {dim}, packed rows, tiles of {plan.tile_queries}", partial(ours, plan))]
+        ),
+        Variant(OTHER_TILES, [Way(f"tiles of {LARGE_TILE if small else SMALL_TILE}", other)]),
         Variant("sdpa_padded", laid_out(candidate_rows(forest)), may_refuse=True),
         Variant(
             "sdpa_dense", dense, may_refuse=True, skipped=too_big if mask_bytes > _MOST_MASK_BYTES else None

@@ -6,7 +6,8 @@
     python bench/ops_bench.py --device cpu --profile narrow --op silu_mul --case noul_70    # a dry run without a GPU
 
 Ops: `delta` and `attention` over a tree (one layer), and every op that takes rows. Variants: `openjev_fast` is ours,
-on the packed rows of the case as the forward pads them; `fla_padded` is FLA's chunk_gated_delta_rule with every
+on the packed rows of the case as the forward pads them, attention in the tiles the engine has for them on this device;
+`other_tiles` is ours in the other size of tile; `fla_padded` is FLA's chunk_gated_delta_rule with every
 candidate a sequence of its own, q and k repeated for each value head, without its L2 norm; `fla_levels` the same
 function level by level, states handed down; `sdpa_padded`, `sdpa_dense` (packed rows, dense mask) and `sdpa_root` (the
 shared root alone) are the fastest of PyTorch's attention backends, layouts and forms of the key heads, and a separate
@@ -40,16 +41,20 @@ from typing import Any
 
 import torch
 from harness import write
-from op_inputs import PROFILES
-from op_problems import OPS, OURS, Setting
+from op_inputs import PROFILES, Profile
+from op_problems import OPS, OTHER_TILES, OURS, Setting
 from op_registry import Problem, measure
 from op_timer import GraphTimer, HostTimer
 
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.ops import _cuda
+from openjev_fast_plugin.ops._choices import Heads
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
+from openjev_fast_plugin.tables import AttentionFacts, Store, TileEntry, stored_in
+from openjev_fast_plugin.tuner import attention_facts_of
 
 FLA = ("fla_padded", "fla_levels")
-VARIANTS = (OURS, *FLA, "sdpa_padded", "sdpa_dense", "sdpa_root", "torch")
+VARIANTS = (OURS, OTHER_TILES, *FLA, "sdpa_padded", "sdpa_dense", "sdpa_root", "torch")
 
 
 def render(rows: list[dict[str, Any]]) -> str:
@@ -82,6 +87,16 @@ def problems(args: argparse.Namespace, setting: Setting) -> Iterator[Problem]:
         for case in args.case or OPS[op].cases:
             say(f"{op} {case} ...")
             yield selected(OPS[op].build(case, setting), args.variant, args.way)
+
+
+def few_queries(profile: Profile, device: torch.device) -> int:
+    """The most queries that attention has in small tiles: as a server would find it measured, else the default."""
+    heads = Heads(profile.query_heads, profile.kv_heads, profile.head_dim)
+    if device.type == "cuda":
+        store: Store[AttentionFacts, Heads, TileEntry] = Store(attention_facts_of(device), stored_in())
+        if heads in (known := store.known()):
+            return known[heads].few_queries
+    return few_queries_for(device, heads)
 
 
 def compile_only(args: argparse.Namespace, setting: Setting) -> None:
@@ -157,7 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
         compile_ahead(args)
         timer = GraphTimer(device)
     rows: list[dict[str, Any]] = []
-    for problem in problems(args, Setting(profile, device, timer.cache_bytes)):
+    setting = Setting(profile, device, timer.cache_bytes, few_queries(profile, device))
+    for problem in problems(args, setting):
         start = time.monotonic()
         rows += measure(problem, timer, args.repeats)
         say(f"{problem.op} {problem.case}: {time.monotonic() - start:.1f} s")

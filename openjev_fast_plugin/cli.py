@@ -51,16 +51,18 @@ exit status: 0 every level passed, 1 one failed, 2 the command line, a file or t
 _WARMUP = """\
 Loads a checkpoint as `python -m jev.server --checkpoint DIR --backend fast` does, times every way to compute each of
 its matmuls (PyTorch's, our kernel's, cuBLASLt's algorithms) on the model's own weights, checks the fastest against a
-float32 product, and keeps the choices on disk.
+float32 product, and keeps the choices on disk. Before that it measures up to how many rows attention is faster in small
+tiles.
 """
 _WARMUP_EPILOG = """\
 How many rows a request takes depends on its text and its questions: every answer's metadata says it (rows_computed),
 rounded up to a multiple of 8. A number of rows that was never tuned is computed all the same, in the default way. What
 is known is not measured again, so a second run takes no time; with 64 numbers of rows a first one takes some minutes.
 
-Choices are kept for this GPU, its driver, cuBLAS and this version's kernels: run it again after an update of any of
-them. Servers read them when they start, and compute the same request in the same way, to the last bit, until they end.
-OPENJEV_FAST_TUNING=off leaves them out; =idle makes a server measure what it lacks by itself, between requests.
+Choices are kept for this GPU, its driver, this version's kernels and, for matmuls, cuBLAS: run it again after an update
+of any of them. Servers read them when they start, and compute the same request in the same way, to the last bit, until
+they end. OPENJEV_FAST_TUNING=off leaves them out; =idle makes a server measure what it lacks by itself, between
+requests.
 
 On a CPU there is nothing to tune, and the command says so.
 
@@ -206,7 +208,7 @@ def _add_requests(command: argparse.ArgumentParser) -> None:
 def _add_warmup(commands: Any) -> None:
     tune = commands.add_parser(
         "warmup",
-        help="measure the fastest way to compute every matmul of a checkpoint on this GPU, ahead of a server",
+        help="measure the fastest way to compute matmuls and attention of a checkpoint on this GPU, ahead of a server",
         description=_WARMUP,
         epilog=_WARMUP_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -337,7 +339,7 @@ def _warmup(args: argparse.Namespace) -> int:
     print(json.dumps(result) if args.json else warmup.render(result))
     failed = len(result.get("failed", ()))
     if failed:
-        say(f"openjev-fast warmup: {failed} products could not be tuned")
+        say(f"openjev-fast warmup: {failed} ops could not be tuned")
     return 1 if failed else 0
 
 

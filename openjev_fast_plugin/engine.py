@@ -27,6 +27,8 @@ from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
+from openjev_fast_plugin.packed_layout import PackedLayout, pack_layout
 from openjev_fast_plugin.prefixes import Capacity, Planned, PrefixCache
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
@@ -80,7 +82,8 @@ class PackedForward:
         prefixes: PrefixCache | None = None,
     ):
         self.weights, self.prefixes = weights, prefixes
-        self.bucket, self.graphs = Bucket(), None
+        self.bucket = Bucket()
+        self.graphs: GraphedForward[Layout | PackedLayout] | None = None
         if not portable:
             # No op synchronises, so a forward can be captured.
             self.bucket = CUDA_BUCKET
@@ -91,7 +94,7 @@ class PackedForward:
             )
             self.graphs = GraphedForward(run, weights.device, idle_work=idle_work)
         # The layouts of the forwards that are run, where somebody asked for them.
-        self._observed: list[Layout] | None = None
+        self._observed: list[Layout | PackedLayout] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if weights.device.type == "cpu":
             # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
@@ -99,17 +102,20 @@ class PackedForward:
 
     def prepare(
         self, sequences: list[np.ndarray], roots: list[np.ndarray | None] | None = None
-    ) -> Layout | Planned:
+    ) -> Layout | PackedLayout | Planned:
         portable = self.graphs is None
-        if self.prefixes is None or roots is None:
-            return build_layout(build_forest(sequences), self.bucket, portable)
-        plan = self.prefixes.plan(sequences, roots)
-        kept = [(prefix.place, prefix.rows) for prefix in plan.used]
-        keep = [(node, *path) for node, path in zip(plan.node, plan.path, strict=True)]
-        layout = build_layout(plan.forest, self.bucket, portable, kept, keep)
-        return layout if layout.reuse is None else Planned(sequences, roots, plan, layout)
+        few = few_queries_for(self.weights.device, self.weights.shapes.heads)
+        plan = None if self.prefixes is None or roots is None else self.prefixes.plan(sequences, roots)
+        if plan is not None and roots is not None:
+            kept = [(prefix.place, prefix.rows) for prefix in plan.used]
+            keep = [(node, *path) for node, path in zip(plan.node, plan.path, strict=True)]
+            layout = build_layout(plan.forest, self.bucket, portable, few, kept, keep)
+            return Planned(sequences, roots, plan, layout)
+        if portable:
+            return build_layout(build_forest(sequences), self.bucket, few_queries=few)
+        return pack_layout(sequences, self.bucket, few, pinned=self.weights.device.type == "cuda")
 
-    def start(self, prepared: Layout | Planned) -> Callable[[], Outcome]:
+    def start(self, prepared: Layout | PackedLayout | Planned) -> Callable[[], Outcome]:
         while isinstance(prepared, Planned):
             assert self.prefixes is not None
             if self.prefixes.current(prepared.plan):
@@ -139,7 +145,7 @@ class PackedForward:
 
         return outcome
 
-    def _start(self, layout: Layout, example: Layout | None = None) -> Callable[[], Outcome]:
+    def _start(self, layout: Layout | PackedLayout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
         if self.graphs is not None and self._observed is None and self.graphs.holds(layout):
@@ -150,9 +156,9 @@ class PackedForward:
         return partial(self._compute, layout, example)
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[list[Layout]]:
+    def observed(self) -> Iterator[list[Layout | PackedLayout]]:
         """The layouts of the forwards that run inside, in order; none is replayed, or captured for having run."""
-        layouts: list[Layout] = []
+        layouts: list[Layout | PackedLayout] = []
         self._observed = layouts
         try:
             yield layouts
@@ -201,7 +207,9 @@ class PackedForward:
             gauges["device_memory_allocated_bytes"] = torch.cuda.memory_allocated(self.weights.device)
         return counters, gauges
 
-    def _compute(self, layout: Layout, example: Layout | None = None, threads: int | None = None) -> Outcome:
+    def _compute(
+        self, layout: Layout | PackedLayout, example: Layout | None = None, threads: int | None = None
+    ) -> Outcome:
         """example: as for `GraphedForward`. threads: what the request's thread would compute with."""
         if threads is not None and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
@@ -215,6 +223,7 @@ class PackedForward:
                     self.graphs(layout, example) if observed is None else (self.graphs.eager(layout), False)
                 )
             else:
+                assert isinstance(layout, Layout)
                 given = () if self.prefixes is None else (self.prefixes,)
                 scores, replayed = forward(self.weights, layout.to(self.weights.device), *given), False
             return _outcome(scores, layout, replayed)
@@ -253,7 +262,7 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
-        # None where matmuls are computed in the default way alone.
+        # None where matmuls and attention are computed in the default way alone.
         self.tuning: Tuning | None = None
         if self._portable != ["all"] and settings.tuning != "off":
             self.tuning = Tuning.of(self._weights)
@@ -312,7 +321,8 @@ class FastEngine:
         """Facts for an answer's metadata and for /health; they change with the model's `max_length` and with tuning.
 
         kernels: what runs the ops; embedding and gathers are PyTorch's in any case. tuned_matmuls: how many products,
-        of one number of rows with one size of weight, have a measured choice; on a GPU only.
+        of one number of rows with one size of weight, have a measured choice; tuned_attention: whether its tile sizes
+        have; on a GPU only.
         """
         device = self._weights.device
         kernels = "pytorch"
@@ -330,6 +340,8 @@ class FastEngine:
             about["prefix_bytes"] = self._packed.prefixes.total_bytes
         if self.tuning is not None:
             about["tuned_matmuls"] = len(self.tuning.entries)
+            if self.tuning.attention is not None:
+                about["tuned_attention"] = not self.tuning.attention.wanted
         return about
 
     def score(self, records: list[dict[str, Any]]) -> Scores:
@@ -395,11 +407,13 @@ class FastEngine:
     def warm_up(self, ask: Callable[[], None], lengths: Sequence[int]) -> dict[str, int]:
         """Be ready for the forwards of the requests that `ask` scores, and of one prompt of each of these lengths.
 
-        Each runs once. On a GPU the products of at most `tuner.MOST_ROWS` rows that had no choice are then tuned, where
-        measured choices are used, and the graphs of their shapes captured. A length stands for those it is a round
-        number for. Nothing else may use the device meanwhile.
+        Each runs once. On a GPU, where measured choices are used, the tile sizes of attention are measured before that
+        unless they are known, since layouts depend on them, and the products of at most `tuner.MOST_ROWS` rows that had
+        no choice are tuned after it. The graphs of the shapes are captured last. A length stands for those it is a
+        round number for. Nothing else may use the device meanwhile.
 
-        Returns counts: forwards, and on a GPU shapes, captured, and where choices are used tuned, failed.
+        Returns counts: forwards, and on a GPU shapes, captured, and where choices are used tuned, failed and attention:
+        1 where its tile sizes were measured.
         Raises ValueError for a length of more than `max_rows`, OSError where a choice cannot be kept, and what `ask`
         raises.
         """
@@ -407,6 +421,7 @@ class FastEngine:
         if longest > self.max_rows:
             raise ValueError(f"no forward has {longest} rows: max_rows is {self.max_rows}")
         packed = self._packed
+        tuned = {} if self.tuning is None else warmup.tune_attention(self.tuning, self._weights.device)
         with packed.observed() as layouts:
             single = {}
             for length in lengths:
@@ -420,7 +435,7 @@ class FastEngine:
         if packed.graphs is None:
             return counts
         if self.tuning is not None:
-            counts |= warmup.tune_wanted(self.tuning, self._weights.device)
+            counts |= {**tuned, **warmup.tune_wanted(self.tuning, self._weights.device)}
         bar = partial(each, message="capturing CUDA graphs", unit="shape")
         shapes, captured = packed.graphs.capture_ahead(layouts, bar)
         return {**counts, "shapes": shapes, "captured": captured}
@@ -503,7 +518,7 @@ def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str
     return missing
 
 
-def _outcome(scores: torch.Tensor, layout: Layout, replayed: bool) -> Outcome:
+def _outcome(scores: torch.Tensor, layout: Layout | PackedLayout, replayed: bool) -> Outcome:
     """Waits for the scores of a layout's candidates."""
     return Outcome(scores.cpu().numpy(), layout.rows, replayed)
 

@@ -334,7 +334,7 @@ class _SortedSequences:
     """
 
     def __init__(self, sequences: Sequence[np.ndarray]) -> None:
-        self.flat, bounds = _flatten(sequences)
+        self.flat, bounds = flatten(sequences)
         common = len(sequences[0])
         for sequence in sequences:
             common = _shared_length(sequences[0][:common], sequence)
@@ -386,7 +386,7 @@ class RowCount:
         return at, max((_shared_length(each, sequence) for each in near), default=0)
 
 
-def _flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+def flatten(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """All sequences in one array, and the C + 1 bounds between them; ValueError as build_forest says."""
     if not len(sequences):
         raise ValueError("there is no sequence to pack")

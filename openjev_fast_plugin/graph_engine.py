@@ -92,7 +92,9 @@ class GraphEngine:
         self._kernels = kernels(merged)
         self._max_rows, self._memory = settings.max_rows, free_memory(self._device) // 4
         self._row_bytes = row_bytes(shapes, self._dtype.itemsize)
-        self._graphs = CapturedAtOnce(partial(padded_forward, merged, model.head), self._device)
+        self._graphs: CapturedAtOnce[PaddedBatch] = CapturedAtOnce(
+            partial(padded_forward, merged, model.head), self._device
+        )
 
     @property
     def max_rows(self) -> int:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -42,13 +42,13 @@ class Inputs(Protocol):
     def pack(self, pinned: bool = False) -> torch.Tensor:
         """Everything the device reads, in one tensor on the host; pinned: in page-locked memory."""
 
-    def unpack(self, packed: torch.Tensor) -> Self:
-        """These inputs over the values in `packed`, which `pack` of inputs of the same shape filled."""
+    def unpack(self, packed: torch.Tensor) -> Any:
+        """What the forward reads, over the values in `packed`, which `pack` of inputs of the same shape filled."""
 
 
 InputsT = TypeVar("InputsT", bound=Inputs)
-# Computes scores [C] float32 from inputs on the device.
-Forward = Callable[[InputsT], torch.Tensor]
+# Computes scores [C] float32 from unpacked inputs on the device.
+Forward = Callable[[Any], torch.Tensor]
 
 
 class IdleWork(Protocol):
@@ -61,7 +61,10 @@ class IdleWork(Protocol):
         """Do a piece of some milliseconds; False where there was none to do."""
 
     def state(self, inputs: Any) -> Hashable:
-        """What a forward of these inputs reads of the results: a graph captured at another state is outdated."""
+        """What a forward of these inputs reads of the results: a graph captured at another state is outdated.
+
+        None: forwards no longer have such inputs, and their graph is let go.
+        """
 
 
 @dataclass
@@ -94,7 +97,7 @@ class CapturedGraphs(Generic[InputsT]):
 
     def __init__(
         self,
-        forward: Forward[InputsT],
+        forward: Forward,
         device: torch.device,
         *,
         most_graphs: int = 64,
@@ -182,7 +185,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
     def __init__(
         self,
-        forward: Forward[InputsT],
+        forward: Forward,
         device: torch.device,
         *,
         most_graphs: int = 64,
@@ -333,6 +336,10 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 # The thread lives on, for captures; the next eager forward tries the work again.
                 _log.exception("openjev-fast: work for an idle device failed")
                 done = False
+            for key, graph in list(self._graphs.items()):
+                if self._idle_work.state(graph.inputs) is None:
+                    del self._graphs[key]
+                    self.counts["evictions"] += 1
             outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
         with self._changed:
             self._work_left |= done

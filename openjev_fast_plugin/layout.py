@@ -23,7 +23,7 @@ _HOST_TABLES = frozenset(
     + ("block_query", "block_own", "block_range", "range_rows")
 )
 # Tables start at multiples of this many int32, so that kernels can read 16 bytes at a time.
-_ALIGNMENT = 4
+ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,15 @@ class Layout:
     @property
     def rows(self) -> int:
         return self.token.shape[0]
+
+    @property
+    def reads(self) -> int:
+        return self.read_row.shape[0]
+
+    @property
+    def tile_queries(self) -> tuple[int, int]:
+        """Queries of a tile of attention: of every row, and of the read rows."""
+        return self.attention.tile_queries, self.read_attention.tile_queries
 
     def keeping(self, node: np.ndarray, place: np.ndarray, row: np.ndarray) -> Layout:
         """The same layout, on the host, that keeps its prefixes; this one stays as it is.
@@ -156,7 +165,7 @@ class Layout:
     @cached_property
     def _starts(self) -> list[int]:
         """Where each device table starts in the packed tensor; the last number is the tensor's size."""
-        return [0, *accumulate(_round_up(table.numel(), _ALIGNMENT) for table in self._tables)]
+        return [0, *accumulate(round_up(table.numel(), ALIGNMENT) for table in self._tables)]
 
 
 def _device_tables(plan: DeltaPlan | AttentionPlan | Reuse) -> dict[str, torch.Tensor]:
@@ -199,12 +208,14 @@ def build_layout(
     forest: Forest,
     bucket: Bucket = Bucket(),  # noqa: B008
     portable: bool = True,
+    few_queries: int = 0,
     kept: Sequence[tuple[int, np.ndarray]] = (),
     keep: Sequence[tuple[int, int, np.ndarray]] = (),
 ) -> Layout:
     """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
 
     portable: False leaves out the tables that only the portable ops read.
+    few_queries: the most queries that attention plans in small tiles: for its kernel what `few_queries_for` says.
     kept: of each kept prefix of the forest, its place and its rows, from 1.
     keep: of each prefix to be kept, the node it ends with, the kept prefix its path continues, -1 for none, and the
         packed rows of the path; `Layout.keeping` says later where to.
@@ -250,6 +261,7 @@ def build_layout(
 
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
+    plan: dict[str, Any] = {"portable": portable, "few_queries": few_queries}
     chunk_size = chunk_size_for(node_length, node_level) if portable else None
     query_row, query_node, seen, reuse = np.arange(len(token)), node, tables, None
     if kept or keep:
@@ -268,13 +280,11 @@ def build_layout(
         delta=delta._replace(
             node=_with_empty_entries(delta.node, bucket.nodes),
             node_chunk=_with_empty_entries(delta.node_chunk, bucket.nodes),
-            node_tiles=_round_up(delta.node_tiles, bucket.nodes),
-            node_slots=_round_up(delta.node_slots, bucket.nodes),
+            node_tiles=round_up(delta.node_tiles, bucket.nodes),
+            node_slots=round_up(delta.node_slots, bucket.nodes),
         ),
-        attention=plan_attention(*seen, query_row, query_node, host, portable=portable),
-        read_attention=plan_attention(
-            *seen, query_row[read_row], query_node[read_row], host, portable=portable
-        ),
+        attention=plan_attention(*seen, query_row, query_node, host, **plan),
+        read_attention=plan_attention(*seen, query_row[read_row], query_node[read_row], host, **plan),
         read_row=torch.from_numpy(read_row),
         candidate_read=torch.from_numpy(candidate_read),
         reuse=reuse,
@@ -350,7 +360,7 @@ def _repeat_last(values: np.ndarray, count: int) -> np.ndarray:
 def _round_coarsely(value: int) -> int:
     """Up to one of four sizes between two powers of two, so that few sizes differ; 0 stays 0."""
     step = 1 << max(value.bit_length() - 3, 0)
-    return _round_up(value, step)
+    return round_up(value, step)
 
 
 def _chain(first: int, count: int) -> np.ndarray:
@@ -364,5 +374,5 @@ def _with_empty_entries(table: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([table, table.new_zeros(-len(table) % multiple, table.shape[1])])
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

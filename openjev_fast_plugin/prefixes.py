@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from openjev_fast_plugin.forest import Forest, build_forest, continue_forest
+from openjev_fast_plugin.forest import Forest, continue_forest
 from openjev_fast_plugin.layout import CONVOLUTION_ROWS, Layout
 from openjev_fast_plugin.weights import Shapes
 
@@ -131,10 +131,10 @@ class Plan:
     """
 
     forest: Forest
-    used: tuple[Prefix, ...] = ()
-    keep: tuple[np.ndarray, ...] = ()
-    node: tuple[int, ...] = ()
-    path: tuple[tuple[int, np.ndarray], ...] = ()
+    used: tuple[Prefix, ...]
+    keep: tuple[np.ndarray, ...]
+    node: tuple[int, ...]
+    path: tuple[tuple[int, np.ndarray], ...]
 
     @property
     def rows_reused(self) -> int:
@@ -201,11 +201,12 @@ class PrefixCache:
         """What the tensors take, however much of them is used."""
         return 0 if self.layers is None else self.capacity.total_bytes
 
-    def plan(self, sequences: list[np.ndarray], roots: Sequence[np.ndarray | None]) -> Plan:
+    def plan(self, sequences: list[np.ndarray], roots: Sequence[np.ndarray | None]) -> Plan | None:
         """The forest of sequences over the longest kept prefix of each one's root, cut where a root is to be kept.
 
         sequences: as for `build_forest`. roots: [C], ids that each sequence begins with and other requests may begin
         with too, None for none; a sequence that does not begin with its root, or is not longer, is taken without.
+        Returns None where nothing is used and nothing to be kept.
         """
         found: dict[int, Prefix | None] = {}
         used: list[Prefix] = []
@@ -225,7 +226,7 @@ class PrefixCache:
                     keep.setdefault(_key(root), (candidate, root))
             prefix.append(chosen)
         if not used and not keep:
-            return Plan(build_forest(sequences))
+            return None
         forest = continue_forest(sequences, prefix, [len(each.tokens) for each in used])
         for candidate, root in keep.values():
             forest = forest.cut(candidate, len(root))

@@ -32,8 +32,8 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
 
-# Whether measured choices decide how matmuls are computed on a GPU: not at all, those there are when the server starts,
-# or also those made while it is idle.
+# Whether measured choices decide how matmuls and attention are computed on a GPU: not at all, those there are when the
+# server starts, or also those made while it is idle.
 TUNING = ("off", "tables", "idle")
 
 

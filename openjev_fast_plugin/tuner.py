@@ -29,7 +29,7 @@ import torch
 from openjev_fast_plugin import tables
 from openjev_fast_plugin.layout import Layout
 from openjev_fast_plugin.ops import _choices, _cuda, add_rms_norm
-from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Heads, Product
 from openjev_fast_plugin.ops.linear import (
     FORMS,
     KERNEL_ROWS,
@@ -38,21 +38,27 @@ from openjev_fast_plugin.ops.linear import (
     default_choice,
     kernel_tiles,
 )
-from openjev_fast_plugin.tables import Entry, Facts, Store
+from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS
+from openjev_fast_plugin.packed_layout import PackedLayout
+from openjev_fast_plugin.replay_timer import (
+    BEATEN_BELOW,
+    LEAST_CALLS,
+    WARM_ROUNDS,
+    GraphTimer,
+    Recording,
+    Timer,
+    calls_for,
+)
+from openjev_fast_plugin.tables import AttentionFacts, Entry, Facts, Store, TileEntry
+from openjev_fast_plugin.tile_tuner import TileTuner, TileTuning
 from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, Weights
 
 # A candidate may err this much more than `F.linear`, in the whole and in its worst element.
 LARGEST_RATIO = 1.05
-# The default stays unless the best takes less than this share of its time: a median of one run repeats to a percent.
-BEATEN_BELOW = 0.985
 # Candidates of one piece of the screening, and those that come to the final: the best that agree with the product, none
 # of which took longer than this share of the default's time.
 _GROUP, _FINALISTS, _WORTH_A_FINAL = 6, 6, 1.02
 _SCREENING_ROUNDS, _FINAL_ROUNDS = 2, 11
-# A replay makes calls for this many microseconds, at least, and two calls: less is lost in the gaps between graphs.
-_LEAST_US, _LEAST_CALLS, _MOST_CALLS = 200.0, 2, 64
-# Rounds of the default alone before anything is timed: an idle device has lowered its clocks.
-_WARM_ROUNDS = 10
 # Larger forwards run eagerly, for so long that choosing better is no use; nothing is tuned for them when idle.
 MOST_ROWS = 4096
 # Algorithms asked of cuBLASLt for one form of a product; for partial sums, which are seldom best, fewer.
@@ -74,66 +80,6 @@ class Weight(NamedTuple):
 
 class NoWeight(LookupError):
     """A product was asked for with a weight of a size that the model does not have."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """calls: how many a replay makes. replay: enqueues them on the device."""
-
-    calls: int
-    replay: Callable[[], Any]
-
-
-class Timer(Protocol):
-    def record(self, calls: Sequence[Callable[[], Any]]) -> Recording:
-        """Make the first call, then prepare all of them for replay. RuntimeError where the device refuses one."""
-
-    def round(self, recordings: Sequence[Recording]) -> list[float]:
-        """Replay each once, in this order; microseconds of a call of each."""
-
-
-class GraphTimer:
-    """Records CUDA graphs. A round is one queue of replays with events between, so that the host is never waited for.
-
-    Graphs share memory: what a replay computes is overwritten by the next.
-    """
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        # The pool lives as long as one of its graphs.
-        anchor = torch.zeros(1, device=device)
-        self._anchor = self.record([anchor.zero_])
-
-    def record(self, calls: Sequence[Callable[[], Any]]) -> Recording:
-        # Libraries initialise at a first call, which must not happen under capture.
-        calls[0]()
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        # Not torch.cuda.graph: it empties the allocator's cache, which takes longer than all the rest.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                for call in calls:
-                    call()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return Recording(len(calls), graph.replay)
-
-    def round(self, recordings: Sequence[Recording]) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(recordings) + 1)]
-        # While the first runs untimed, the others are enqueued.
-        recordings[0].replay()
-        events[0].record()
-        for recording, event in zip(recordings, events[1:], strict=True):
-            recording.replay()
-            event.record()
-        events[-1].synchronize()
-        return [
-            1e3 * before.elapsed_time(after) / recording.calls
-            for recording, before, after in zip(recordings, events, events[1:], strict=False)
-        ]
 
 
 class Ways(Protocol):
@@ -218,6 +164,11 @@ def facts_of(device: torch.device) -> Facts:
     return Facts(torch.cuda.get_device_name(device), driver_version(), version, tables.kernels_digest())
 
 
+def attention_facts_of(device: torch.device) -> AttentionFacts:
+    """What the tile size of attention on a CUDA device depends on."""
+    return AttentionFacts(torch.cuda.get_device_name(device), driver_version(), tables.attention_digest())
+
+
 def driver_version(stated: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Version of NVIDIA's driver, "unknown" where neither its file nor nvidia-smi is there to say it."""
     try:
@@ -297,11 +248,11 @@ class Tuner:
             # Compared with what the bars are made of, from here on.
             default, error = PYTORCH, bars.l2
         yield
-        base = task.record(default, _LEAST_CALLS)
-        for _ in range(_WARM_ROUNDS):
+        base = task.record(default, LEAST_CALLS)
+        for _ in range(WARM_ROUNDS):
             (us,) = self.timer.round([base])
             yield
-        calls = _calls_for(us)
+        calls = calls_for(us)
         base = task.record(default, calls)
         ratios: dict[Choice, float] = {}
         for group in _groups(self.ways.candidates(product), {default, *left_out}):
@@ -340,9 +291,9 @@ class Tuner:
         alone: without the op that reads the product, except one that a way has fused.
         """
         task = self._task(product)
-        (us,) = self.timer.round([task.record(choices[0], _LEAST_CALLS, alone)])
-        recordings = [task.record(choice, _calls_for(us), alone) for choice in choices]
-        for _ in range(_WARM_ROUNDS):
+        (us,) = self.timer.round([task.record(choices[0], LEAST_CALLS, alone)])
+        recordings = [task.record(choice, calls_for(us), alone) for choice in choices]
+        for _ in range(WARM_ROUNDS):
             self.timer.round(recordings)
         spans = zip(*(self.timer.round(recordings) for _ in range(rounds)), strict=True)
         errors = [task.errors(task.product_by(choice))[0] for choice in choices]
@@ -463,11 +414,6 @@ class _Task:
         return torch.nn.functional.silu(gate) * up
 
 
-def _calls_for(us: float) -> int:
-    """Calls of a recording, where one takes so many microseconds."""
-    return max(_LEAST_CALLS, min(_MOST_CALLS, -(-int(_LEAST_US) // max(int(us), 1))))
-
-
 def _groups(candidates: Iterable[Choice], left_out: set[Choice]) -> Iterator[list[Choice]]:
     """Candidates, each once and some at a time, without those left out."""
     group: list[Choice] = []
@@ -488,18 +434,21 @@ class Tuning:
 
     takes: whether the device takes a choice. counts: products of a forward, by op and weight. What the shipped and the
     user's own table have for this device is in force when this returns; entries: those, and what is tuned later.
+    attention: the tile sizes of its attention; None where no kernel takes its heads.
     """
 
     def __init__(
         self,
         tuner: Tuner,
         choices: Choices,
-        store: Store,
+        store: Store[Facts, Product, Entry],
         takes: Callable[[Product, Choice], bool],
         counts: Mapping[Weight, int],
+        attention: TileTuning | None = None,
     ):
         self.tuner, self.choices, self.store, self.counts = tuner, choices, store, counts
-        known = {**tables.shipped(store.facts), **store.read()}
+        self.attention = attention
+        known = store.known()
         unfit = {product: entry for product, entry in known.items() if not takes(product, entry.choice)}
         if unfit:
             _log.warning(
@@ -522,9 +471,16 @@ class Tuning:
             choices = Choices()
         with torch.cuda.device(device):
             ways = DeviceWays(device)
-            tuner = Tuner(model_weights(weights), ways, GraphTimer(device))
-            store = Store(facts_of(device), tables.stored_in())
-            tuning = cls(tuner, choices, store, ways.takes, forward_counts(weights))
+            timer = GraphTimer(device)
+            tuner = Tuner(model_weights(weights), ways, timer)
+            store: Store[Facts, Product, Entry] = Store(facts_of(device), tables.stored_in())
+            attention, heads = None, weights.shapes.heads
+            if heads.head_dim in KERNEL_DIMS:
+                kept: Store[AttentionFacts, Heads, TileEntry] = Store(
+                    attention_facts_of(device), tables.stored_in()
+                )
+                attention = TileTuning(TileTuner(heads, device, timer), choices, kept)
+            tuning = cls(tuner, choices, store, ways.takes, forward_counts(weights), attention)
         _choices.install(device.index, choices)
         return tuning
 
@@ -549,37 +505,52 @@ class Tuning:
 
 
 class IdleTuning:
-    """Tunes what forwards asked for and had no choice, piece by piece: `graphs.IdleWork` of a `GraphedForward`."""
+    """Tunes what forwards asked for and had no choice, piece by piece: `graphs.IdleWork` of a `GraphedForward`.
+
+    Attention comes first: other tiles are other shapes, and their graphs are to be captured once.
+    """
 
     def __init__(self, tuning: Tuning):
         self._tuning = tuning
-        self._running: tuple[Product, Generator[None, None, Entry]] | None = None
-        self._given_up: set[Product] = set()
+        self._running: tuple[Product | Heads, Generator[None, None, Entry | TileEntry]] | None = None
+        self._given_up: set[Product | Heads] = set()
 
     def step(self) -> bool:
-        """Do a piece; False where there was none to do. A product that cannot be tuned is logged and left."""
+        """Do a piece; False where there was none to do. What cannot be tuned is logged and left."""
         if self._running is None:
-            product = self._next()
-            if product is None:
+            wanted = self._next()
+            if wanted is None:
                 return False
-            self._running = product, self._tuning.tune(product)
-        product, running = self._running
+            self._running = wanted, self._tune(wanted)
+        wanted, running = self._running
         try:
             next(running)
         except StopIteration as done:
             self._running = None
-            _log.info("openjev-fast: %s: %s", product, done.value)
+            _log.info("openjev-fast: %s: %s", wanted, done.value)
         except (RuntimeError, OSError, NoWeight) as error:
             self._running = None
-            self._given_up.add(product)
-            _log.warning("openjev-fast: %s was not tuned or not kept: %s", product, error)
+            self._given_up.add(wanted)
+            _log.warning("openjev-fast: %s was not tuned or not kept: %s", wanted, error)
         return True
 
-    def state(self, inputs: Layout) -> tuple[int, ...]:
-        """Changes when the way of a product of a forward of these inputs does."""
-        return self._tuning.choices.state((inputs.rows, len(inputs.read_row)))
+    def state(self, inputs: Layout | PackedLayout) -> tuple[int, ...] | None:
+        """Changes when the way of a product of a forward of these inputs does; None: attention has other tiles now."""
+        attention = self._tuning.attention
+        if attention is not None and not attention.lays_out(inputs):
+            return None
+        return self._tuning.choices.state((inputs.rows, inputs.reads))
 
-    def _next(self) -> Product | None:
+    def _tune(self, wanted: Product | Heads) -> Generator[None, None, Entry | TileEntry]:
+        if isinstance(wanted, Heads):
+            assert self._tuning.attention is not None
+            return self._tuning.attention.tune()
+        return self._tuning.tune(wanted)
+
+    def _next(self) -> Product | Heads | None:
+        attention = self._tuning.attention
+        if attention is not None and attention.wanted and attention.heads not in self._given_up:
+            return attention.heads
         wanted = list(self._tuning.choices.wanted)
         return next(
             (one for one in wanted if one not in self._given_up and one.rows <= MOST_ROWS),

@@ -44,7 +44,7 @@ class WarmUp:
         """Make a loaded model ready, and say on standard error what was done.
 
         predict: answers one request. taken: who computes that. Raises BackendError where a request is refused or fails,
-        where no forward has so many rows, where the engine takes no sizes, or where a tuned matmul cannot be kept.
+        where no forward has so many rows, where the engine takes no sizes, or where what was tuned cannot be kept.
         """
         start = time.monotonic()
         prepare = getattr(taken.engine, "warm_up", None)
@@ -211,6 +211,8 @@ def _summary(counts: dict[str, int]) -> str:
     parts = [f"{counts['forwards']} forwards run"]
     if "tuned" in counts:
         parts.append(f"{counts['tuned']} matmuls tuned")
+    if counts.get("attention"):
+        parts.append("tile sizes of attention measured")
     if "captured" in counts:
         parts.append(f"{counts['captured']} of {counts['shapes']} shapes captured as CUDA graphs")
     else:

@@ -1,4 +1,4 @@
-"""`openjev-fast warmup`: tune a checkpoint's matmuls ahead, so that a server finds every choice made when it starts."""
+"""`openjev-fast warmup`: tune a checkpoint's matmuls and attention ahead, so that a server starts with it all known."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse_rows(text: str) -> list[int]:
 
 
 def run(checkpoint: Path, device: str | None, rows: list[int], again: bool, bar: Bar) -> dict[str, Any]:
-    """Load a checkpoint and tune its matmuls for forwards of these numbers of rows.
+    """Load a checkpoint and tune its attention, and its matmuls for forwards of these numbers of rows.
 
     checkpoint: a checkpoint package. device: a torch device, or None for the first GPU where there is one and the CPU
     elsewhere. again: measure what is known already too. bar: shows the progress over a list.
@@ -95,15 +95,19 @@ def run(checkpoint: Path, device: str | None, rows: list[int], again: bool, bar:
 
 
 def tune(tuning: Tuning, rows: list[int], again: bool, bar: Bar) -> dict[str, Any]:
-    """Tune every product of forwards with these numbers of rows, and keep each as it is found.
+    """Tune attention and every product of forwards with these numbers of rows, and keep each as it is found.
 
-    Returns {gpu, driver, cublas, file, seconds, tuned, known, failed, forwards, products}. products: figures of each,
-    those known before too, with `way` for people. failed: products that could not be tuned, with the reason. forwards:
-    for each number of rows the milliseconds of a forward's matmuls and of what reads them, by default and as chosen.
+    Returns {gpu, driver, cublas, file, seconds, tuned, known, failed, attention, forwards, products}. products: figures
+    of each, those known before too, with `way` for people. failed: products that could not be tuned, and attention,
+    with the reason. attention: its heads, few_queries, default and samples as `tables.TileEntry` has them, whether they
+    were known, and their file; null where no kernel takes the heads, or it failed. forwards: for each number of rows
+    the milliseconds of a forward's matmuls and of what reads them, by default and as chosen.
     """
     asked = tuning.products(rows)
     missing = [product for product in asked if again or product not in tuning.entries]
     start = time.monotonic()
+    attention_known = tuning.attention is not None and not tuning.attention.wanted
+    attention_failed = _tune_attention(tuning, again)
     failed = tune_products(tuning, missing, bar)
     done = {product: tuning.entries[product] for product in asked if product in tuning.entries}
     return {
@@ -114,7 +118,8 @@ def tune(tuning: Tuning, rows: list[int], again: bool, bar: Bar) -> dict[str, An
         "seconds": round(time.monotonic() - start, 1),
         "tuned": len(missing) - len(failed),
         "known": len(asked) - len(missing),
-        "failed": failed,
+        "failed": attention_failed + failed,
+        "attention": _attention(tuning, attention_known and not again),
         "forwards": [_forward(tuning, count, done) for count in rows],
         "products": [
             {**product._asdict(), **asdict(entry), "way": str(entry.choice)}
@@ -142,6 +147,57 @@ def tune_products(tuning: Tuning, products: list[Product], bar: Bar) -> list[dic
             except RuntimeError as error:
                 failed.append({**product._asdict(), "reason": next(iter(str(error).splitlines()), "")})
     return failed
+
+
+def tune_attention(tuning: Tuning, device: torch.device) -> dict[str, int]:
+    """Measure the tile sizes of attention where they are not known; returns {attention: 1 where that was done, else 0}.
+
+    Raises OSError where they cannot be kept. What cannot be measured is said, and stays as it is.
+    """
+    import torch
+
+    wanted = tuning.attention is not None and tuning.attention.wanted
+    with torch.cuda.device(device):
+        failed = _tune_attention(tuning, again=False)
+    for failure in failed:
+        say(
+            f"openjev-fast: the tile sizes of attention stay as they are, they could not be measured: {failure}"
+        )
+    return {"attention": int(wanted and not failed)}
+
+
+def _tune_attention(tuning: Tuning, again: bool) -> list[dict[str, Any]]:
+    """Measure the tile sizes, unless they are known or no kernel takes the heads; returns the failure, if any.
+
+    The device is current, and nothing else runs on it. Raises OSError where they cannot be kept.
+    """
+    import torch
+
+    attention = tuning.attention
+    if attention is None or not (again or attention.wanted):
+        return []
+    with torch.inference_mode(), step("measuring tile sizes of attention"):
+        try:
+            for _ in attention.tune():
+                pass
+        except OSError:
+            # As with matmuls, there is no use in going on.
+            raise
+        except RuntimeError as error:
+            reason = next(iter(str(error).splitlines()), "")
+            return [{"op": "tree_attention", **attention.heads._asdict(), "reason": reason}]
+    return []
+
+
+def _attention(tuning: Tuning, known: bool) -> dict[str, Any] | None:
+    """What is known of attention; None where nothing is."""
+    from openjev_fast_plugin.tables import tiles_content
+
+    attention = tuning.attention
+    entry = None if attention is None else attention.entries.get(attention.heads)
+    if attention is None or entry is None:
+        return None
+    return {**tiles_content(attention.heads, entry), "known": known, "file": str(attention.store.path)}
 
 
 def tune_wanted(tuning: Tuning, device: torch.device) -> dict[str, int]:
@@ -199,6 +255,12 @@ def render(result: dict[str, Any]) -> str:
         else:
             lines.append(f"{forward['rows']:>6} {default:>11.2f} {tuned:>9.2f} {1 - tuned / default:>6.1%}")
     lines += [f"failed: {failure}" for failure in result["failed"]]
+    attention = result["attention"]
+    if attention is not None:
+        lines.append(
+            f"attention: small tiles up to {attention['few_queries']} rows, {attention['default']} where nothing is "
+            f"measured{'; known before' if attention['known'] else ''}; kept in {attention['file']}"
+        )
     lines.append(
         f"{result['tuned']} products tuned in {result['seconds']:.0f} s, {result['known']} known before; kept in "
         f"{result['file']}, for servers that start from now on"

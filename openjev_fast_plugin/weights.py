@@ -14,6 +14,8 @@ from tqdm import tqdm
 from transformers.activations import SiLUActivation
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
+from openjev_fast_plugin.ops._choices import Heads
+
 MODEL_TYPE = "qwen3_5_text"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -44,6 +46,11 @@ class Shapes:
     rotary_pairs: int
     rope_theta: float
     eps: float
+
+    @property
+    def heads(self) -> Heads:
+        """Those of attention."""
+        return Heads(self.query_heads, self.kv_heads, self.head_dim)
 
     @classmethod
     def of(cls, config: Any) -> Shapes:

@@ -255,6 +255,20 @@ def test_large_inputs_are_not_captured_but_start_the_work():
     assert work.steps == 1 and graphs.counts["captures"] == 0
 
 
+def test_graphs_of_inputs_that_nobody_has_any_more_are_let_go():
+    class Forgetting(Doubling):
+        def state(self, inputs: Row) -> int | None:
+            return None if inputs.rows == 2 and self.steps else 0
+
+    graphs = GraphedForward(doubled, CPU, idle_seconds=0.0, idle_work=Forgetting(1))
+    for rows in (2, 3):
+        graphs(Row(torch.ones(rows)))
+    graphs.wait_until_captured()
+    assert not graphs.holds(Row(torch.ones(2))) and graphs.holds(Row(torch.ones(3)))
+    # Not captured again for the asking of the work.
+    assert graphs.counts["captures"] == 2 and graphs.counts["evictions"] == 1
+
+
 def test_work_that_fails_is_logged_and_captures_go_on(caplog):
     class Failing(Doubling):
         def step(self) -> bool:

@@ -126,3 +126,17 @@ def test_real_requests_keep_their_order_of_candidates(tiny_checkpoint):
         ends = layout.read_row[layout.candidate_read.long()][: len(flat)]
         assert [int(layout.token[row]) for row in ends] == [int(sequence[-1]) for sequence in flat]
         assert [int(layout.position[row]) for row in ends] == [len(sequence) - 1 for sequence in flat]
+
+
+def test_few_queries_decide_the_tiles_of_both_plans_and_the_shape():
+    forest = build_forest(sequences())
+    bucket = Bucket(rows=8, nodes=8, reads=8)
+    rows = build_layout(forest, bucket).rows
+    found = {few: build_layout(forest, bucket, few_queries=few) for few in (0, 8, rows - 1, rows)}
+    tiles = {
+        few: (layout.attention.tile_queries, layout.read_attention.tile_queries)
+        for few, layout in found.items()
+    }
+    assert tiles == {0: (21, 21), 8: (21, 10), rows - 1: (21, 10), rows: (10, 10)}
+    keys = [layout.shape_key() for layout in found.values()]
+    assert keys[1] == keys[2] and len(set(keys)) == 3

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.ops._choices import Heads
+from openjev_fast_plugin.tables import AttentionFacts, Store, TileEntry
 
 CPU = torch.device("cpu")
 SETTING = Setting(PROFILES["narrow"], CPU, cache_bytes=0)
@@ -329,15 +331,50 @@ def test_attention_baselines_compute_the_same_rows(case, monkeypatch):
     monkeypatch.setattr(op_baselines, "MASKED_BACKENDS", {"flash": SDPBackend.FLASH_ATTENTION})
     found = OPS["attention"].build(case, SETTING)
     names = [one.name for one in found.variants]
-    assert names == [OURS, "sdpa_padded", "sdpa_dense", *(["sdpa_root"] if case.startswith("root") else [])]
+    assert names == [
+        OURS,
+        "other_tiles",
+        "sdpa_padded",
+        "sdpa_dense",
+        *(["sdpa_root"] if case.startswith("root") else []),
+    ]
     for one in found.variants:
-        assert len(one.ways) == (1 if one.name == OURS else 4)
+        assert len(one.ways) == (1 if one.name in (OURS, "other_tiles") else 4)
         for way in one.ways:
             prepared = way.prepare()
             ((output, expected),) = prepared.compare(prepared.calls[0]())
             assert relative_l2(output, expected) < 4e-3, (one.name, way.how)
             rows = 70 if one.name == "sdpa_root" else found_rows(case)
             assert len(output) == rows
+
+
+@pytest.mark.parametrize("few_queries, tiles", [(0, (21, 10)), (10_000, (10, 21))])
+def test_attention_has_the_tiles_of_the_engine_and_beside_them_the_others(few_queries, tiles):
+    found = OPS["attention"].build("noul_9", replace(SETTING, few_queries=few_queries))
+    for one, tile in zip(found.variants[:2], tiles, strict=True):
+        (way,) = one.ways
+        assert way.how.endswith(f"tiles of {tile}")
+        assert way.prepare().calls[0].args[-1].tile_queries == tile
+
+
+def test_tile_sizes_are_those_a_server_would_find_measured(tmp_path, monkeypatch):
+    profile, device, facts = PROFILES["2b"], torch.device("cuda", 0), AttentionFacts("a card", "1", "abc")
+    assert ops_bench.few_queries(profile, CPU) == 0
+    monkeypatch.setattr(ops_bench, "attention_facts_of", lambda device: facts)
+    monkeypatch.setattr(ops_bench, "stored_in", lambda: tmp_path)
+    monkeypatch.setattr(ops_bench, "few_queries_for", lambda device, heads: 660)
+    assert ops_bench.few_queries(profile, device) == 660
+    Store(facts, tmp_path).add({Heads(8, 2, 256): TileEntry(96, 660, ())})
+    assert ops_bench.few_queries(profile, device) == 96
+    assert ops_bench.few_queries(PROFILES["9b"], device) == 660
+
+
+def test_a_run_has_these_tile_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops_bench, "few_queries", lambda profile, device: 10_000)
+    arguments = ["--op", "attention", "--case", "noul_9", "--variant", OURS, "--variant", "other_tiles"]
+    assert ops_bench.main(command(tmp_path, *arguments)) == 0
+    rows = json.loads((tmp_path / "ops.json").read_text())["rows"]
+    assert [row["how"].rpartition(" ")[2] for row in rows] == ["10", "21"]
 
 
 def found_rows(case: str) -> int:

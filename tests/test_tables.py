@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import re
 
 import pytest
 
 from openjev_fast_plugin import build, tables
-from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Product
-from openjev_fast_plugin.tables import Entry, Facts, Store
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Heads, Product
+from openjev_fast_plugin.tables import AttentionFacts, Entry, Facts, Sample, Store, TileEntry
 
 FACTS = Facts("NVIDIA H200", "580.159.04", "130100", "0123")
 PRODUCT = Product("linear_update", 280, 5120, 17408)
@@ -59,6 +60,76 @@ def test_choices_of_other_facts_are_not_read(tmp_path, fact):
     assert tables.shipped(other, Store(FACTS, tmp_path).path) == (ENTRIES if fact == "driver" else {})
 
 
+ATTENTION = AttentionFacts("NVIDIA H200", "580.159.04", "4567")
+TILES = {
+    Heads(24, 4, 256): TileEntry(330, 330, (Sample("root", 64, 8.5, 9.75), Sample("root", 512, 40.0, 30))),
+    Heads(8, 2, 128): TileEntry(0, 660, ()),
+}
+
+
+def test_matmuls_and_attention_do_not_invalidate_each_other(tmp_path):
+    # Beside each other in a folder, and as sections of one file, as the shipped one may have them.
+    matmuls, attention = Store(FACTS, tmp_path), Store(ATTENTION, tmp_path)
+    matmuls.add(ENTRIES)
+    attention.add(TILES)
+    assert matmuls.path != attention.path and (matmuls.read(), attention.read()) == (ENTRIES, TILES)
+    shipped = tmp_path / "shipped.json"
+    tables.merge(shipped, FACTS, ENTRIES)
+    tables.merge(shipped, ATTENTION, TILES)
+    assert tables.read(shipped) == {FACTS: ENTRIES, ATTENTION: TILES}
+    assert tables.shipped(FACTS._replace(driver="other"), shipped) == ENTRIES
+    assert tables.shipped(ATTENTION._replace(driver="other"), shipped) == TILES
+    # Another cuBLAS, another matmul kernel, another attention kernel.
+    for other in (FACTS._replace(cublas="2"), FACTS._replace(kernels="other")):
+        assert tables.shipped(other, shipped) == {} == Store(other, tmp_path).read()
+    for other in (ATTENTION._replace(kernels="other"), ATTENTION._replace(device="NVIDIA B200")):
+        assert tables.shipped(other, shipped) == {} == Store(other, tmp_path).read()
+    assert Store(ATTENTION._replace(driver="other"), tmp_path).read() == {}
+
+
+def test_the_users_own_goes_before_the_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped.json")
+    tables.merge(tables.SHIPPED, ATTENTION, TILES)
+    store = Store(ATTENTION, tmp_path)
+    own = {Heads(24, 4, 256): TileEntry(96, 330, ())}
+    store.add(own)
+    assert store.known() == {**TILES, **own}
+
+
+def broken_tiles(**values):
+    def change(content):
+        content["attention"][0].update(values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        broken_tiles(few_queries=-1),
+        broken_tiles(few_queries=1.5),
+        broken_tiles(few_queries=True),
+        broken_tiles(default="330"),
+        broken_tiles(kv_heads=0),
+        broken_tiles(samples=[{"form": "root", "queries": 64, "small_us": "fast", "large_us": 1.0}]),
+        broken_tiles(samples=[{"form": "root", "queries": 64, "small_us": 0, "large_us": 1.0}]),
+        broken_tiles(samples=[{"form": 1, "queries": 64, "small_us": 1.0, "large_us": 1.0}]),
+        broken_tiles(samples=[{"form": "root"}]),
+        lambda content: content["attention"][0].pop("few_queries"),
+        lambda content: content.pop("kernels"),
+    ],
+)
+def test_tile_sizes_of_another_form_are_named_and_left_out(tmp_path, change, caplog):
+    store = Store(ATTENTION, tmp_path)
+    store.add(TILES)
+    content = json.loads(store.path.read_text())
+    change(content["tables"][0])
+    store.path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is no table of choices: ."):
+        tables.read(store.path)
+    assert store.read() == {} and str(store.path) in caplog.text
+
+
 def test_a_file_holds_tables_of_several_devices(tmp_path):
     path, other = tmp_path / "matmuls.json", FACTS._replace(device="NVIDIA B200")
     tables.merge(path, FACTS, ENTRIES)
@@ -71,22 +142,48 @@ def test_a_file_holds_tables_of_several_devices(tmp_path):
 
 def test_the_shipped_table_is_one_and_of_these_sources():
     for facts in tables.read(tables.SHIPPED):
+        if isinstance(facts, AttentionFacts):
+            assert facts.kernels == tables.attention_digest(), (
+                "attention's kernels have changed since the shipped tile sizes were measured: measure them again"
+            )
+            continue
         assert facts.kernels == tables.kernels_digest(), (
             "kernels have changed since the shipped table was measured: measure it again, with "
             "python bench/gemm_bench.py --write-table"
         )
 
 
-def test_the_digest_is_of_sources_that_exist_and_changes_with_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "digest, names",
+    [
+        (tables.kernels_digest, tables._KERNEL_SOURCES),
+        (tables.attention_digest, tables._ATTENTION_SOURCES),
+    ],
+    ids=["matmuls", "attention"],
+)
+def test_the_digest_is_of_sources_that_exist_and_changes_with_them(tmp_path, monkeypatch, digest, names):
     folder = build.source_folder()
-    for name in tables._KERNEL_SOURCES:
+    # No other file counts.
+    for name in names:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     monkeypatch.setattr(build, "source_folder", lambda: tmp_path)
-    before = tables.kernels_digest()
-    for name in tables._KERNEL_SOURCES:
+    before = digest()
+    for name in names:
         (tmp_path / name).write_text((tmp_path / name).read_text() + "// more\n")
-        assert tables.kernels_digest() != before, name
-        before = tables.kernels_digest()
+        assert digest() != before, name
+        before = digest()
+
+
+def test_attentions_digest_has_every_source_that_its_kernels_are_made_of():
+    folder, found = build.source_folder(), set()
+    waiting = ["tree_attention.cu", "tree_attention_sm90.cu"]
+    while waiting:
+        name = waiting.pop()
+        # launch.h has the arguments of every launcher, and no work.
+        if name not in found and name != "launch.h":
+            found.add(name)
+            waiting += re.findall(r'#include "([^"]+)"', (folder / name).read_text())
+    assert found == set(tables._ATTENTION_SOURCES)
 
 
 def changed(**values):

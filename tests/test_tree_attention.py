@@ -162,6 +162,18 @@ def test_keys_whose_rows_do_not_follow_on_start_at_a_multiple_of_8():
     assert plan.tile_range.tolist() == [[0, 10, 3, 0], [0, 16, 0, 0], [14, 19, 3, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("few_queries, tile", [(0, 21), (199, 21), (200, 10), (201, 10)])
+def test_up_to_few_queries_have_small_tiles(few_queries, tile):
+    tree = TREES["one_node_200"]
+    rows = np.arange(tree.rows)
+    plan = plan_attention(*tree.nodes, rows, tree.node_of_row, CPU, few_queries=few_queries)
+    assert plan.tile_queries == tile and plan.tile[0].tolist() == [0, tile, 0, tile]
+    # Every one of them is planned, and what is said of the tile itself comes first.
+    assert len(plan.tile) == -(-tree.rows // tile)
+    given = plan_attention(*tree.nodes, rows, tree.node_of_row, CPU, 8, few_queries=few_queries)
+    assert given.tile_queries == 8
+
+
 @pytest.mark.parametrize("tile_queries", [0, 33])
 def test_tile_sizes_out_of_range_are_refused(tile_queries):
     tree, rows = TREES["one_row"], np.arange(1)

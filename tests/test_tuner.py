@@ -23,11 +23,11 @@ from openjev_fast_plugin.ops import _choices, _cuda, silu_mul
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
 from openjev_fast_plugin.ops.linear import TILES, _choice, _partials, bands
 from openjev_fast_plugin.random_models import head, text_config, text_model
+from openjev_fast_plugin.replay_timer import Recording
 from openjev_fast_plugin.tables import Entry, Facts, Store
 from openjev_fast_plugin.tuner import (
     IdleTuning,
     NoWeight,
-    Recording,
     Tuner,
     Tuning,
     Weight,

@@ -26,6 +26,7 @@ from openjev_fast_plugin.patches import jev_model
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.verification import answers as answer_level
 from openjev_fast_plugin.verification import cases as case_module
+from openjev_fast_plugin.verification import packed as packed_module
 from openjev_fast_plugin.verification import run as run_module
 from openjev_fast_plugin.verification.cases import Case, compile_requests, default_requests, tokenize
 from openjev_fast_plugin.verification.observe import flat_scores, in_float32, observe_original, part
@@ -567,6 +568,22 @@ def test_states_of_the_packed_forward_are_the_originals_in_float32(tiny_checkpoi
     assert list(found) == [0, 1, 2, 3] and not packed.results
     for layer, states in found.items():
         torch.testing.assert_close(states[rows], expected.states[layer], rtol=1e-4, atol=1e-4)
+
+
+def test_the_forward_that_is_watched_has_the_tiles_of_the_engine(tiny_checkpoint, monkeypatch):
+    model = DecisionModel.load(tiny_checkpoint, "cpu").float()
+    packed = PackedRun(take_weights(model.backbone, model.head), [])
+    forest, found = fast_engine.build_forest([np.arange(30, dtype=np.int32)]), []
+
+    def on_call(op, arguments, outputs):
+        if op == "tree_attention":
+            found.append(arguments[-1])
+
+    for few_queries, tile in ((30, 10), (0, 21)):
+        monkeypatch.setattr(packed_module, "few_queries_for", lambda device, heads, few=few_queries: few)
+        found.clear()
+        packed._run(forest, on_call)
+        assert found and found[0] == tile
 
 
 def test_layers_to_check_are_the_ends_and_the_middle_of_each_type():

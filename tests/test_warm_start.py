@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hosts import environment, run, serving
@@ -17,11 +18,12 @@ from http_server import JEV, ONE_THREAD, PYTHON, Server
 from jev.model import DecisionModel
 from recorded import record_instead_of_capture
 
+from openjev_fast_plugin import engine as engine_module
 from openjev_fast_plugin import warm_start, warmup
 from openjev_fast_plugin.demo import EXAMPLE
 from openjev_fast_plugin.engine import CUDA_BUCKET, FastEngine
 from openjev_fast_plugin.graphs import GraphedForward
-from openjev_fast_plugin.ops._choices import Choices, Product
+from openjev_fast_plugin.ops._choices import Choices, Heads, Product
 from openjev_fast_plugin.settings import BackendError, Settings
 from openjev_fast_plugin.takeover import Takeover
 from openjev_fast_plugin.tuner import MOST_ROWS, Weight
@@ -159,6 +161,7 @@ class Tuning:
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.entries, self.fails = events, {}, False
+        self.attention = None
         self.choices = Choices()
         self.tuner = SimpleNamespace(weights={Weight("linear", 64, 32): ["a weight"]})
 
@@ -227,8 +230,6 @@ def test_on_a_gpu_forwards_run_then_are_tuned_then_captured(gpu):
 
 @pytest.mark.parametrize("size", [72, 280, 512])
 def test_a_size_stands_for_every_length_that_is_rounded_to_it(gpu, size):
-    import numpy as np
-
     gpu.engine.warm_up(lambda: None, [size])
     packed = gpu.engine._packed
     for length in range(size - 7, size + 1):
@@ -263,6 +264,45 @@ def test_tuning_that_is_off_is_left_out(gpu, monkeypatch):
     gpu.engine.tuning = None
     counts = gpu.engine.warm_up(lambda: None, [72])
     assert "tuned" not in counts and counts["captured"] > 0
+
+
+class Attention:
+    """Attention whose measurement is made up, and puts all in small tiles."""
+
+    heads = Heads(2, 1, 16)
+
+    def __init__(self, events: list[Any], patch: pytest.MonkeyPatch) -> None:
+        self.events, self.patch, self.wanted, self.fails = events, patch, True, False
+
+    def tune(self):
+        yield
+        if self.fails:
+            raise RuntimeError("no memory\nfor it")
+        self.events.append(("measured", 0))
+        self.wanted = False
+        self.patch.setattr(engine_module, "few_queries_for", lambda device, heads: 1 << 20)
+
+
+def test_tile_sizes_are_measured_before_anything_is_laid_out(gpu, monkeypatch):
+    gpu.engine.tuning.attention = Attention(gpu.events, monkeypatch)
+    counts = gpu.engine.warm_up(lambda: None, [72, 280])
+    assert gpu.events[0] == ("measured", 0) and counts["attention"] == 1
+    packed = gpu.engine._packed
+    for size in (72, 280):
+        layout = packed.prepare([np.arange(size, dtype=np.int32)])
+        assert layout.attention.tile_queries == 10 and packed.graphs.holds(layout)
+    # Once.
+    counts = gpu.engine.warm_up(lambda: None, [72])
+    assert counts["attention"] == 0 and gpu.events.count(("measured", 0)) == 1
+
+
+def test_tile_sizes_that_cannot_be_measured_are_said_and_left(gpu, monkeypatch, capsys):
+    gpu.engine.tuning.attention = Attention(gpu.events, monkeypatch)
+    gpu.engine.tuning.attention.fails = True
+    counts = gpu.engine.warm_up(lambda: None, [72])
+    assert counts["attention"] == 0 and counts["captured"] > 0
+    said = capsys.readouterr().err
+    assert "could not be measured" in said and "no memory" in said
 
 
 def test_a_matmul_that_cannot_be_tuned_is_said_and_left(gpu, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,12 +12,41 @@ import torch
 from jev.model import DecisionModel
 
 from openjev_fast_plugin import backend_flag, cli, takeover, warmup
-from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Product
-from openjev_fast_plugin.tables import Entry, Facts, Store
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Heads, Product
+from openjev_fast_plugin.tables import AttentionFacts, Entry, Facts, Sample, Store, TileEntry
 from openjev_fast_plugin.tuner import Weight
 
 FAST = Choice("cublaslt", algorithm=(1,) * 8)
 WIDE, NARROW = Weight("linear", 64, 32), Weight("linear_update", 32, 64)
+
+
+HEADS = Heads(8, 2, 256)
+TILES = TileEntry(128, 660, (Sample("root", 64, 7.5, 9.0),))
+
+
+class Attention:
+    """Attention whose measurement is made up."""
+
+    heads = HEADS
+
+    def __init__(self, folder, tuning):
+        self.store = Store(AttentionFacts("NVIDIA H200", "580.1", "def"), folder)
+        self.entries = self.store.read()
+        self.tuning, self.measured = tuning, 0
+
+    @property
+    def wanted(self):
+        return HEADS not in self.entries
+
+    def tune(self):
+        assert torch.is_inference_mode_enabled() and not self.tuning.tuned
+        yield
+        error = self.tuning.fails(HEADS)
+        if error is not None:
+            raise error
+        self.measured += 1
+        self.entries[HEADS] = TILES
+        self.store.add({HEADS: TILES})
 
 
 class Tuning:
@@ -26,6 +56,7 @@ class Tuning:
         self.store = Store(Facts("NVIDIA H200", "580.1", "130100", "abc"), folder)
         self.entries = self.store.read()
         self.counts = {WIDE: 1, NARROW: 2}
+        self.attention = Attention(folder, self)
         self.fails = fails
         self.tuned = []
 
@@ -127,24 +158,35 @@ def test_a_first_run_tunes_and_a_second_has_nothing_to_do(gpu, tmp_path, capsys)
         ["72", "0.30", "0.25", "16.7%"],
         ["280", "0.30", "0.25", "16.7%"],
     ]
-    (file,) = (tmp_path / "kept").iterdir()
-    assert lines[-1].startswith("4 products tuned in ") and str(file) in lines[-1]
+    attention, matmuls = sorted((tmp_path / "kept").iterdir())
+    assert lines[-1].startswith("4 products tuned in ") and str(matmuls) in lines[-1]
+    assert lines[-2].startswith(
+        "attention: small tiles up to 128 rows, 660 where nothing is measured; kept in "
+    )
+    assert str(attention) in lines[-2] and "measuring tile sizes of attention" in printed.err
     assert "tuning" in printed.err and "4/4" in printed.err
     assert cli.main(gpu.arguments) == 0
     again = capsys.readouterr().out
+    assert "known before; kept in" in again and gpu.tunings[1].attention.measured == 0
     assert gpu.tunings[1].tuned == [] and "0 products tuned in 0 s, 4 known before" in again
     assert again.splitlines()[2:4] == lines[2:4]
     assert cli.main([*gpu.arguments, "--again"]) == 0
-    assert len(gpu.tunings[2].tuned) == 4
+    assert len(gpu.tunings[2].tuned) == 4 and gpu.tunings[2].attention.measured == 1
 
 
 def test_json(gpu, capsys):
     assert cli.main([*gpu.arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
-        "device", "gpu", "driver", "cublas", "file", "seconds", "tuned", "known", "failed", "forwards", "products",
+        "device", "gpu", "driver", "cublas", "file", "seconds", "tuned", "known", "failed", "attention", "forwards",
+        "products",
     }  # fmt: skip
     assert result["forwards"][1] == {"rows": 280, "default_ms": 0.3, "tuned_ms": 0.25}
+    assert result["attention"] == {
+        "query_heads": 8, "kv_heads": 2, "head_dim": 256, "few_queries": 128, "default": 660, "known": False,
+        "samples": [{"form": "root", "queries": 64, "small_us": 7.5, "large_us": 9.0}],
+        "file": str(gpu.tunings[0].attention.store.path),
+    }  # fmt: skip
     first = result["products"][0]
     assert (first["op"], first["rows"], first["us"], first["default_us"]) == ("linear", 72, 50.0, 100.0)
     assert first["way"].startswith("cuBLASLt") and first["choice"]["algorithm"] == [1] * 8
@@ -159,20 +201,45 @@ def test_a_product_that_fails_leaves_the_others_and_is_exit_status_1(gpu, capsys
     lines = printed.out.splitlines()
     assert lines[2].split() == ["72", "failed"] and lines[3].split()[0] == "280"
     assert "'reason': 'no memory'" in printed.out and "3 products tuned" in printed.out
-    assert "1 products could not be tuned" in printed.err
+    assert "1 ops could not be tuned" in printed.err
     gpu.fails = lambda product: None
     assert cli.main(gpu.arguments) == 0
     assert len(gpu.tunings[-1].tuned) == 1
 
 
+def test_attention_that_fails_leaves_the_matmuls_and_is_exit_status_1(gpu, capsys):
+    gpu.fails = lambda wanted: RuntimeError("no memory\nmore") if wanted == HEADS else None
+    assert cli.main([*gpu.arguments, "--json"]) == 1
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["attention"] is None and result["tuned"] == 4
+    assert result["failed"] == [{"op": "tree_attention", **HEADS._asdict(), "reason": "no memory"}]
+    assert "1 ops could not be tuned" in printed.err
+
+
+def test_heads_without_a_kernel_have_no_tile_sizes(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules[__name__], "Attention", lambda *_: None)
+    assert cli.main([*gpu.arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"] is None
+    assert cli.main(gpu.arguments) == 0
+    assert "attention" not in capsys.readouterr().out
+
+
 def test_a_table_that_cannot_be_kept_stops_it(gpu, tmp_path, capsys):
     (tmp_path / "kept").touch()
     assert cli.main(gpu.arguments) == 1
-    assert len(gpu.tunings[0].tuned) == 1 and "File exists" in capsys.readouterr().err
+    assert gpu.tunings[0].attention.measured == 1 and not gpu.tunings[0].tuned
+    assert "File exists" in capsys.readouterr().err
+    # And so does one of matmuls, where attention is known.
+    (tmp_path / "kept").unlink()
+    Store(AttentionFacts("NVIDIA H200", "580.1", "def"), tmp_path / "kept").add({HEADS: TILES})
+    gpu.fails = lambda product: OSError("disk full")
+    assert cli.main(gpu.arguments) == 1
+    assert gpu.tunings[1].attention.measured == 0 and "disk full" in capsys.readouterr().err
 
 
 def test_interrupted_it_keeps_what_it_has(gpu, capsys):
-    gpu.fails = lambda product: KeyboardInterrupt() if product.rows == 280 else None
+    gpu.fails = lambda product: KeyboardInterrupt() if product != HEADS and product.rows == 280 else None
     assert cli.main(gpu.arguments) == 130
     gpu.fails = lambda product: None
     assert cli.main(gpu.arguments) == 0

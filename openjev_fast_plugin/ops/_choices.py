@@ -1,6 +1,6 @@
-"""How products with a weight are computed on a device: looked up by `ops.linear`, filled in by the tuner.
+"""How products with a weight, and attention, are computed on a device: looked up by the ops, filled in by the tuner.
 
-Without choices for a device every product has the default way. Standard library only.
+Without choices for a device everything has its default way. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ class Product(NamedTuple):
     rows: int
     features: int
     columns: int
+
+
+class Heads(NamedTuple):
+    """What attention's tile size depends on beside the device: HQ, HKV and D of `ops.tree_attention`."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,14 @@ class Choices:
     """The choices of one device. Any thread may look up; choices are made while no forward runs on the device.
 
     wanted: products that were asked for and have no choice, in the order of the first time; the first few thousand.
+    few_queries: the most queries of attention that are planned in small tiles, for heads it was measured for.
     """
 
     def __init__(self, chosen: Mapping[Product, Choice] | None = None):
         self._chosen = dict(chosen or {})
         self._changes: Counter[int] = Counter()
         self.wanted: dict[Product, None] = {}
+        self.few_queries: dict[Heads, int] = {}
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -40,6 +40,8 @@ _PRODUCTS = (
     "cublaslt_version",
     "linear_sm90",
 )
+# What prepares a forward on the host.
+_HOST = ("packed_layout",)
 _LIBRARY = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 
 
@@ -51,7 +53,7 @@ def load() -> dict[str, Callable]:
     """
     torch.ops.load_library(str(build.build()))
     kernels = torch.ops.openjev_fast_cuda
-    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS)}
+    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS, *_HOST)}
 
 
 def compute(op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from openjev_fast_plugin.ops import _choices
+from openjev_fast_plugin.ops._choices import Heads
 from openjev_fast_plugin.ops._library import define
 
 # Bounds of one block, so that its mask stays small whatever the forest: queries by own rows.
 _BLOCK_QUERIES = 256
 _BLOCK_OWN_ROWS = 1024
 
-# Queries of one tile of the CUDA kernel, for few queries and for many: more tiles against more reuse of a key.
-# Measured at 277 and 1,350 queries of 24 query and 4 key heads (bench/LOG.md); in between, few are those whose tiles
-# run at once on 132 multiprocessors. A tile's queries are the bits of an int32.
-_TILE_QUERIES_OF_FEW, _TILE_QUERIES_OF_MANY, _FEW = 10, 21, 330
+# Queries of one tile of the CUDA kernel, for few queries and for many: more tiles against more reuse of a key. How many
+# are few depends on the device and the heads: `few_queries_for`.
+SMALL_TILE, LARGE_TILE = 10, 21
+# A tile's queries are the bits of an int32.
 _MOST_TILE_QUERIES = 32
 KERNEL_DIMS = (64, 128, 256)
 # Keys of a tile whose rows do not follow on start at a multiple of this: the kernel for Hopper copies 8 rows.
 _RUN_KEYS = 8
 # The tables for the portable implementation in a plan for the kernel alone.
-_NO_BLOCKS = {
+NO_BLOCKS = {
     "block_query": torch.zeros(0, dtype=torch.int32),
     "block_own": torch.zeros(0, 2, dtype=torch.int32),
     "block_range": torch.zeros(0, dtype=torch.int32),
@@ -63,6 +66,34 @@ class AttentionPlan(NamedTuple):
     tile_queries: int
 
 
+def tile_queries_for(queries: int, few_queries: int) -> int:
+    """Queries of a tile, where up to few_queries are planned in small ones."""
+    return SMALL_TILE if queries <= few_queries else LARGE_TILE
+
+
+def few_queries_for(device: torch.device, heads: Heads) -> int:
+    """The most queries to plan in small tiles on a device: what was measured there, else `default_few_queries`.
+
+    0 where the kernel does not run: on another device than CUDA.
+    """
+    if device.type != "cuda":
+        return 0
+    choices = _choices.installed(device.index)
+    found = None if choices is None else choices.few_queries.get(heads)
+    return default_few_queries(multiprocessors_of(device), heads) if found is None else found
+
+
+def default_few_queries(multiprocessors: int, heads: Heads) -> int:
+    """The most queries whose small tiles run at once: a multiprocessor has one tile of one key head at a time."""
+    return multiprocessors // heads.kv_heads * SMALL_TILE
+
+
+@functools.cache
+def multiprocessors_of(device: torch.device) -> int:
+    """How many a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def plan_attention(
     node_start: np.ndarray,
     node_length: np.ndarray,
@@ -72,20 +103,23 @@ def plan_attention(
     device: torch.device,
     tile_queries: int | None = None,
     portable: bool = True,
+    few_queries: int = 0,
 ) -> AttentionPlan:
     """Group queries with common ancestors into bounded blocks, and consecutive queries into tiles; host code.
 
     node_start, node_length, node_parent: [K] integers, parents before children, -1 for a root.
     query_row, query_node: [M] integers, ascending rows and their nodes.
-    tile_queries: queries of a tile, 1 to 32; chosen by the number of queries where not given.
+    tile_queries: queries of a tile, 1 to 32; where not given, what `tile_queries_for` says of few_queries.
     portable: False plans for the CUDA kernel alone.
+    few_queries: the most queries that are planned in small tiles, for the kernel what `few_queries_for` says; the
+        portable implementation reads no tiles, and large ones are fewer.
     """
     if tile_queries is None:
-        tile_queries = _TILE_QUERIES_OF_FEW if len(query_row) <= _FEW else _TILE_QUERIES_OF_MANY
+        tile_queries = tile_queries_for(len(query_row), few_queries)
     if not 1 <= tile_queries <= _MOST_TILE_QUERIES:
         raise ValueError(f"tile_queries must be 1 to {_MOST_TILE_QUERIES}, it is {tile_queries}")
     first_row = node_start[query_node]
-    blocks = _NO_BLOCKS
+    blocks = NO_BLOCKS
     if portable:
         blocks = _plan_blocks(node_start, node_length, node_parent, query_row, query_node, first_row)
     tile, tile_range = _plan_tiles(node_start, node_length, node_parent, query_row, query_node, tile_queries)

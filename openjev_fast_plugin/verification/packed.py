@@ -16,6 +16,7 @@ from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Bucket, build_layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.ops._library import NAMESPACE
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.weights import Weights
 
 from .ops import Call, Measure, OpResult, measures
@@ -109,7 +110,8 @@ class PackedRun:
         return self._starts.get(arguments[2].data_ptr()) if op == "add_rms_norm" else None
 
     def _run(self, forest: Forest, on_call: OnCall) -> None:
-        layout = build_layout(forest, self._bucket, portable=bool(self._portable))
+        few = few_queries_for(self._weights.device, self._weights.shapes.heads)
+        layout = build_layout(forest, self._bucket, bool(self._portable), few)
         with torch.inference_mode(), _Watch(on_call):
             forward(self._weights, layout.to(self._weights.device))
 

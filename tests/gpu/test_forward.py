@@ -16,6 +16,7 @@ from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.ops import add_rms_norm_ref
+from openjev_fast_plugin.packed_layout import pack_layout
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.weights import Weights, take_weights
 
@@ -26,6 +27,8 @@ pytestmark = [
 
 DEVICE = torch.device("cuda", 0)
 VOCABULARY = 2048
+# Cases have fewer rows and more: attention runs in both sizes of tile.
+FEW_QUERIES = 330
 CASES = ("example", "noul_70", "noul_1500", "choice_8x200")
 
 
@@ -40,7 +43,24 @@ def weights() -> Weights:
 
 
 def layout_of(case: str, seed: int = 0) -> Layout:
-    return build_layout(build_forest(prompts(case, VOCABULARY, seed)), CUDA_BUCKET, portable=False)
+    return build_layout(build_forest(prompts(case, VOCABULARY, seed)), CUDA_BUCKET, False, FEW_QUERIES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiled_layout_computes_the_same_bits(weights, case):
+    sequences = prompts(case, VOCABULARY)
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=0.0)
+    compiled = pack_layout(sequences, CUDA_BUCKET, FEW_QUERIES, pinned=True)
+    assert compiled.pack().is_pinned()
+    expected = graphs.eager(layout_of(case))
+    assert torch.equal(graphs.eager(compiled), expected)
+    # Captured from the one, replayed with the other, of other tokens.
+    graphs.capture(compiled)
+    other = pack_layout(prompts(case, VOCABULARY, 1), CUDA_BUCKET, FEW_QUERIES, pinned=True)
+    for layout in (layout_of(case, 1), other):
+        scores, replayed = graphs(layout)
+        assert replayed and torch.equal(scores, graphs.eager(other))
+    assert not torch.equal(scores, expected)
 
 
 def states_of(weights: Weights, layout: Layout, monkeypatch) -> list[torch.Tensor]:
@@ -117,7 +137,7 @@ def test_distance_to_float32_is_no_larger_than_the_originals(profile, layers, mo
     norm, ours = torch.zeros(2, layers)
     theirs = {mode: torch.zeros(layers) for mode in modes}
     for index, sequences in enumerate(sets):
-        layout = build_layout(build_forest(sequences), CUDA_BUCKET, portable=False)
+        layout = build_layout(build_forest(sequences), CUDA_BUCKET, False, FEW_QUERIES)
         found = states_of(weights, layout, monkeypatch)
         for candidate, golden in enumerate(states_of_original(golden_model, sequences)):
             path = path_rows(layout, candidate)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from openjev_fast_plugin import forward as forward_module
-from openjev_fast_plugin.engine import PackedForward
+from openjev_fast_plugin.engine import CUDA_BUCKET, PackedForward
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
+from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Outcome, Scheduler
@@ -130,10 +131,13 @@ def test_hits_are_no_further_from_float32_than_fresh_forwards(monkeypatch):
         root = tokens(seed, 256 + 11 * seed)
         scores_of(packed, about(root, (seed, 9)))
         request = about(root, *((100 * seed + at, 9 + at) for at in range(8)))
-        hit, fresh = packed.prepare(*request), packed.prepare(request[0])
+        hit, forest = packed.prepare(*request), build_forest(request[0])
         assert hit.plan.rows_reused == len(root)
         # Padding repeats candidates.
-        golden = rows_read(exact, build_layout(build_forest(request[0])))
+        golden = rows_read(exact, build_layout(forest))
+        fresh = build_layout(
+            forest, CUDA_BUCKET, portable=False, few_queries=few_queries_for(DEVICE, narrow.shapes.heads)
+        )
         ours += float((rows_read(narrow, hit.layout)[:8] - golden).square().sum())
         theirs += float((rows_read(narrow, fresh)[:8] - golden).square().sum())
         read.clear()

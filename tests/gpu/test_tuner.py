@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 
 import gemm_bench
+import numpy as np
+import op_inputs
 import pytest
 import torch
 import torch.nn.functional as F
 
 # The parent folder is on the path through its conftest.py.
-from comparison import relative_l2
+from comparison import bfloat16_ulp, relative_l2
+from forests import TREES
 from prompt_cases import prompts
 
 from openjev_fast_plugin import tables
@@ -21,25 +25,36 @@ from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.ops import (
+    AttentionPlan,
     _choices,
     _cuda,
     add_rms_norm,
     linear,
     linear_silu_mul,
     linear_update,
+    plan_attention,
     silu_mul,
+    tree_attention,
 )
-from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
+from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Heads, Product
 from openjev_fast_plugin.ops.linear import FORMS, PARTIALS
+from openjev_fast_plugin.ops.tree_attention import (
+    LARGE_TILE,
+    SMALL_TILE,
+    default_few_queries,
+    few_queries_for,
+    multiprocessors_of,
+)
 from openjev_fast_plugin.random_models import head, text_config, text_model
+from openjev_fast_plugin.replay_timer import GraphTimer
 from openjev_fast_plugin.tables import Store
 from openjev_fast_plugin.tuner import (
     DeviceWays,
-    GraphTimer,
     IdleTuning,
     Tuner,
     Tuning,
     Weight,
+    attention_facts_of,
     driver_version,
     facts_of,
 )
@@ -52,6 +67,8 @@ pytestmark = [
 
 DEVICE = torch.device("cuda", 0)
 VOCABULARY = 2048
+# Attention's in the model below.
+HEADS = Heads(8, 2, 256)
 # Few rows and many, one and two tiles' worth of features, a width that is a multiple of 8 alone.
 SHAPES = [(8, 1024, 512), (72, 5120, 6144), (280, 2048, 2048), (280, 1000, 1504), (1504, 1024, 1024)]
 
@@ -296,6 +313,7 @@ def test_the_facts_are_known():
     facts = facts_of(DEVICE)
     assert facts.device == torch.cuda.get_device_name(DEVICE) and facts.kernels == tables.kernels_digest()
     assert facts.driver == driver_version() != "unknown" and int(facts.cublas) > 10_000
+    assert attention_facts_of(DEVICE) == (facts.device, facts.driver, tables.attention_digest())
 
 
 # A model
@@ -316,8 +334,12 @@ def kept(tmp_path, monkeypatch):
     return tmp_path
 
 
-def layout_of(case: str) -> Layout:
-    return build_layout(build_forest(prompts(case, VOCABULARY)), CUDA_BUCKET, portable=False)
+def layout_of(case: str, few_queries: int | None = None) -> Layout:
+    """As the engine lays it out where nothing is measured, or with these in small tiles."""
+    if few_queries is None:
+        few_queries = default_few_queries(multiprocessors_of(DEVICE), HEADS)
+    forest = build_forest(prompts(case, VOCABULARY))
+    return build_layout(forest, CUDA_BUCKET, portable=False, few_queries=few_queries)
 
 
 def test_a_server_that_is_idle_tunes_what_it_was_asked_for_and_captures_again(weights, kept):
@@ -328,6 +350,12 @@ def test_a_server_that_is_idle_tunes_what_it_was_asked_for_and_captures_again(we
     first, replayed = graphs(layout)
     assert not replayed and tuning.choices.wanted
     graphs.wait_until_captured()
+    # Tile sizes came first; where they changed, so did the shape.
+    assert not tuning.attention.wanted
+    layout = layout_of("example", few_queries_for(DEVICE, weights.shapes.heads))
+    if not graphs.holds(layout):
+        graphs(layout)
+        graphs.wait_until_captured()
     second, replayed = graphs(layout)
     assert replayed and not tuning.choices.wanted
     asked = {(product.rows, product.op) for product in tuning.entries}
@@ -368,6 +396,68 @@ def test_tables_alone_change_nothing_while_a_server_runs(weights, kept):
     graphs.wait_until_captured()
     assert tuning.choices.wanted and not tuning.entries
     assert all(torch.equal(graphs(layout)[0], expected) for _ in range(5))
+
+
+# Attention
+
+
+@torch.inference_mode()
+def test_tile_sizes_are_measured_kept_and_compute_the_same(weights, kept):
+    tuning = Tuning.of(weights)
+    attention = tuning.attention
+    heads = weights.shapes.heads
+    assert heads == HEADS
+    tree = TREES["example"]
+    rows = np.arange(tree.rows)
+
+    def plan(**options) -> AttentionPlan:
+        return plan_attention(*tree.nodes, rows, tree.node_of_row, DEVICE, **options)
+
+    assert attention.wanted
+    before = plan(few_queries=few_queries_for(DEVICE, heads))
+    assert few_queries_for(DEVICE, heads) == attention.tuner.default > 0
+    entry = finished(attention.tune())
+    print(f"\n{heads}: {entry.few_queries} queries in small tiles, {entry.default} by default")
+    for sample in entry.samples:
+        print(sample)
+        assert 1 < sample.small_us < 1000 and 1 < sample.large_us < 1000
+        # The choice is between sizes, not between a right kernel and one that does not run.
+        assert 1 / 4 < sample.small_us / sample.large_us < 4
+    # Many queries on one root read each key less often in large tiles; no card gains by small ones there.
+    assert entry.few_queries < 2048
+    assert few_queries_for(DEVICE, heads) == entry.few_queries == attention.few_queries
+    after = plan(few_queries=few_queries_for(DEVICE, heads))
+    given = op_inputs.tree_attention(op_inputs.PROFILES["2b"], tree.rows, tree.rows)
+    exact, magnitude = op_inputs.exact_attention(given, *tree.nodes, rows, tree.node_of_row)
+    # Whatever was measured, both sizes are held to exact attention, by the bounds of an element and of the whole.
+    for one in (before, after, plan(tile_queries=SMALL_TILE), plan(tile_queries=LARGE_TILE)):
+        found = tree_attention(*given, one)
+        assert relative_l2(found, exact) < 4e-3
+        share = (found.double() - exact).abs() / (3 * bfloat16_ulp(exact) + 2**-8 * magnitude)
+        assert share.max().item() <= 1
+    # A second start finds it.
+    _choices.install(0, None)
+    assert few_queries_for(DEVICE, heads) == entry.default
+    again = Tuning.of(weights).attention
+    assert not again.wanted and again.entries == {heads: entry} == again.store.read()
+    assert few_queries_for(DEVICE, heads) == entry.few_queries
+
+
+@torch.inference_mode()
+def test_pieces_of_the_measurement_are_short(weights, kept):
+    attention = Tuning.of(weights).attention
+    finished(attention.tune())
+    spans, running = [], attention.tune()
+    while True:
+        start = time.perf_counter()
+        try:
+            next(running)
+        except StopIteration:
+            break
+        torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start)
+    print(f"\n{len(spans)} pieces, {sum(spans):.2f} s, the longest {1e3 * max(spans):.1f} ms")
+    assert sum(spans) < 10 and np.quantile(spans, 0.95) < 0.02 and max(spans) < 0.2
 
 
 # The benchmark

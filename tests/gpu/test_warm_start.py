@@ -66,6 +66,7 @@ def test_the_first_request_is_replayed(checkpoint, monkeypatch, capsys, tuning):
     if tuning != "off":
         # Of this forward nothing is left to tune.
         assert backend["tuned_matmuls"] > 0 and not engine.tuning.choices.wanted
+        assert backend["tuned_attention"] is True and "tile sizes of attention measured" in said
 
 
 def test_a_second_start_measures_nothing(checkpoint, monkeypatch, capsys):
@@ -73,7 +74,8 @@ def test_a_second_start_measures_nothing(checkpoint, monkeypatch, capsys):
     assert len(first) > 0 and " 0 matmuls tuned" not in capsys.readouterr().err
     _choices.install(0, None)
     second = load(checkpoint, monkeypatch, "72").openjev_fast.engine.tuning.entries
-    assert second == first and " 0 matmuls tuned" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert second == first and " 0 matmuls tuned" in said and "tile sizes" not in said
 
 
 def test_a_size_is_captured_for_every_length_it_stands_for(checkpoint, monkeypatch):
