@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import subprocess
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,44 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_cases import prompts
 
-from openjev_fast_plugin import build
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.packed_layout import PackedLayout, pack_layout
 
-SOURCES = ("layout.cpp", "layout_binding.cpp")
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory) -> dict:
-    """The op of csrc/layout_binding.cpp; where there is a GPU, from the kernels' own library."""
-    if torch.cuda.is_available():
-        return _cuda.load()
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None, "a C++ compiler is needed: apt-get install g++"
-    library = tmp_path_factory.mktemp("layout") / "layout.so"
-    torch_folder = Path(torch.__file__).parent
-    command = [
-        *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
-        *(
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            "-isystem",
-            torch_folder / "include",
-        ),
-        *(build.source_folder() / name for name in SOURCES),
-        *("-L", torch_folder / "lib", "-ltorch_cpu", "-lc10", "-o", library),
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stderr}"
-    torch.ops.load_library(str(library))
-    return {"packed_layout": torch.ops.openjev_fast_cuda.packed_layout.default}
-
 
 @pytest.fixture(autouse=True)
-def in_place_of_the_kernels(compiled, monkeypatch):
-    monkeypatch.setattr(_cuda, "load", lambda: compiled)
+def in_place_of_the_kernels(compiled_layout, monkeypatch):
+    monkeypatch.setattr(_cuda, "load", lambda: compiled_layout)
 
 
 def tables(layout: Layout) -> dict[str, object]:
@@ -159,8 +127,6 @@ def test_what_is_no_sequence_is_refused_as_by_build_forest(sequences, told):
     "tokens, bounds",
     [([1, 2], [0, 1]), ([1, 2], [0, 0, 2]), ([1, 2], [1, 2]), ([1, 2], [0]), ([1, 2], [0, 3])],
 )
-def test_the_op_refuses_bounds_of_other_tokens(compiled, tokens, bounds):
+def test_the_op_refuses_bounds_of_other_tokens(compiled_layout, tokens, bounds):
     with pytest.raises(RuntimeError, match="packed_layout: bounds must"):
-        compiled["packed_layout"](
-            torch.tensor(tokens, dtype=torch.int32), torch.tensor(bounds), 8, 8, 8, 330, False
-        )
+        compiled_layout["packed_layout"](torch.tensor(tokens, dtype=torch.int32), bounds, 8, 8, 8, 330, False)

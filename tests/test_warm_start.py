@@ -23,6 +23,7 @@ from openjev_fast_plugin import warm_start, warmup
 from openjev_fast_plugin.demo import EXAMPLE
 from openjev_fast_plugin.engine import CUDA_BUCKET, FastEngine
 from openjev_fast_plugin.graphs import GraphedForward
+from openjev_fast_plugin.ops import _cuda
 from openjev_fast_plugin.ops._choices import Choices, Heads, Product
 from openjev_fast_plugin.settings import BackendError, Settings
 from openjev_fast_plugin.takeover import Takeover
@@ -166,7 +167,7 @@ class Tuning:
         self.tuner = SimpleNamespace(weights={Weight("linear", 64, 32): ["a weight"]})
 
     def wants(self, layout: Any) -> None:
-        for rows in (layout.rows, len(layout.read_row)):
+        for rows in (layout.rows, layout.reads):
             self.choices.find(Product("linear", rows, 64, 32))
             # Of another model on the device.
             self.choices.find(Product("linear", rows, 7, 7))
@@ -180,10 +181,11 @@ class Tuning:
 
 
 @pytest.fixture
-def gpu(tiny_checkpoint, monkeypatch):
+def gpu(tiny_checkpoint, compiled_layout, monkeypatch):
     """An engine whose forwards are captured, as on a GPU, and compute nothing; with the events in their order."""
     record_instead_of_capture(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(_cuda, "load", lambda: compiled_layout)
     engine = engine_of(tiny_checkpoint)
     made = SimpleNamespace(engine=engine, events=[])
     engine.tuning = Tuning(made.events)
@@ -192,7 +194,7 @@ def gpu(tiny_checkpoint, monkeypatch):
         def _eager(self, layout):
             made.events.append(("run", layout.rows))
             engine.tuning.wants(layout)
-            return torch.zeros(len(layout.candidate_read))
+            return torch.zeros(8)
 
         def _captured(self, layout):
             made.events.append(("captured", layout.rows))
@@ -290,7 +292,7 @@ def test_tile_sizes_are_measured_before_anything_is_laid_out(gpu, monkeypatch):
     packed = gpu.engine._packed
     for size in (72, 280):
         layout = packed.prepare([np.arange(size, dtype=np.int32)])
-        assert layout.attention.tile_queries == 10 and packed.graphs.holds(layout)
+        assert layout.tile_queries == (10, 10) and packed.graphs.holds(layout)
     # Once.
     counts = gpu.engine.warm_up(lambda: None, [72])
     assert counts["attention"] == 0 and gpu.events.count(("measured", 0)) == 1
