@@ -1,7 +1,8 @@
 """Token sequences to what a forward of the kernels reads, by compiled code: csrc/layout.cpp, built with the kernels.
 
 A replay waits for its layout, and with cold caches the many small steps of `forest` and `layout` take longer than a
-percent of a forward. They say what the tables are, and make them where there is no compiler.
+percent of a forward. They say what the tables are, and make them where there is no compiler, or prefixes are kept or
+read.
 """
 
 from __future__ import annotations
