@@ -30,8 +30,8 @@ cudaError_t launch_delta_rule(const DeltaRule& arguments, cudaStream_t stream) {
   const cudaError_t error =
       launch<DeltaChunkShared>(delta_chunk_kernel, arguments.chunks * heads, arguments, stream);
   if (error != cudaSuccess) return error;
-  return launch<DeltaStateShared>(delta_state_kernel, arguments.nodes * heads * kDeltaSlices, arguments,
-                                  stream);
+  const auto state_kernel = arguments.kept ? delta_state_kernel<true> : delta_state_kernel<false>;
+  return launch<DeltaStateShared>(state_kernel, arguments.nodes * heads * kDeltaSlices, arguments, stream);
 }
 
 }  // namespace openjev_fast

@@ -2,11 +2,14 @@
 //   scale S^T q, in chunks of 64 rows from a node's first row. Matches chunk_gated_delta_rule (fla-core 0.5.2,
 //   fla.ops.gated_delta_rule).
 // Shapes: q, k [N, H, 128], v, out [N, HV, 128], g, beta [N, HV], node [K, 8] (first row, rows, slot the state
-//   comes from or -1, slot it goes to or -1, first tile, unused), chunk [D, 4] (first row, rows, first tile,
-//   unused), all contiguous; value head h uses key head h / (HV / H). work [tiles, HV] of DeltaWork, state
-//   [slots, HV, 128, 128] in the order of the registers, flag [slots, HV, 8]; out, work, state and flag are written
-//   and alias nothing. Rows of no node are neither read nor written.
-// Dtypes: q, k, v, out bfloat16; g, beta, state float32; node, chunk, flag int32; every sum float32.
+//   comes from or -1, slot it goes to or -1, first tile, kept slot the state comes from plus 1 or 0, kept slot it also
+//   goes to plus 1 or 0, unused), chunk [D, 4] (first row, rows, first tile, unused), all contiguous; value head h
+//   uses key head h / (HV / H). work [tiles, HV] of DeltaWork, state [slots, HV, 128, 128] in the order of the
+//   registers, flag [slots, HV, 8]; kept [kept slots, HV, 128 of V, 128 of K], null where the node's kept slots are to
+//   be ignored. A node starts from one slot of either kind at most; a kept slot that one node goes to is neither
+//   another's nor one that a node comes from. out, work, state, flag and the kept slots gone to are written and alias
+//   nothing. Rows of no node are neither read nor written.
+// Dtypes: q, k, v, out bfloat16; g, beta, state, kept float32; node, chunk, flag int32; every sum float32.
 // Rounding points: T = (I + beta k k^T decay)^-1 to bfloat16; v beta, k beta, (k beta) exp(G), u = T (v beta), w = T
 //   (k beta exp(G)) to bfloat16; the state where it enters a product; v_new = u - w S and v_new exp(G_last - G) to
 //   bfloat16, each from float32; q k^T decay to bfloat16; o. T is solved in float32: 16x16 diagonal tiles by
@@ -595,6 +598,34 @@ struct DeltaState {
     }
   }
 
+  // The lane's first element of a kept slot: its value row, two key columns.
+  __device__ __forceinline__ float* kept(int slot) const {
+    const int64_t row = (int64_t{slot} * p.value_heads + value_head) * kDeltaDim + slice * kDeltaWidth +
+                        warp * kDeltaTile + lane / 4;
+    return p.kept + row * kDeltaDim + lane % 4 * 2;
+  }
+
+  __device__ __forceinline__ void load_kept(int slot) {
+    const float* from = kept(slot);
+#pragma unroll
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+      const float2 upper = load_two(from + i * 8), lower = load_two(from + 8 * kDeltaDim + i * 8);
+      state[i][0] = upper.x;
+      state[i][1] = upper.y;
+      state[i][2] = lower.x;
+      state[i][3] = lower.y;
+    }
+  }
+
+  __device__ __forceinline__ void store_kept(int slot) const {
+    float* to = kept(slot);
+#pragma unroll
+    for (int i = 0; i < 2 * kDeltaSteps; ++i) {
+      *reinterpret_cast<float2*>(to + i * 8) = make_float2(state[i][0], state[i][1]);
+      *reinterpret_cast<float2*>(to + 8 * kDeltaDim + i * 8) = make_float2(state[i][2], state[i][3]);
+    }
+  }
+
   __device__ __forceinline__ void leave(int slot) const {
     float4* to = reinterpret_cast<float4*>(p.state) + part(slot) * 2 * kDeltaSteps * kWarp;
 #pragma unroll
@@ -724,6 +755,8 @@ struct DeltaState {
 };
 
 // A block computes kDeltaWidth value columns of one node and value head: index = (node HV + head) slices + slice.
+// kKept: there are kept states.
+template <bool kKept>
 __global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule p) {
   extern __shared__ __align__(128) unsigned char delta_shared[];
   auto& shared = *reinterpret_cast<DeltaStateShared*>(delta_shared);
@@ -731,7 +764,9 @@ __global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule
   const int key_head = value_head / (p.value_heads / p.key_heads);
   const int4* entry = reinterpret_cast<const int4*>(p.node) + blockIdx.x / kDeltaSlices / p.value_heads * 2;
   const int4 node = entry[0];
-  const int first_tile = entry[1].x, length = node.y, source = node.z, target = node.w;
+  const int4 more_of_node = entry[1];
+  const int first_tile = more_of_node.x, length = node.y, source = node.z, target = node.w;
+  const int kept_source = kKept ? more_of_node.y : 0, kept_target = kKept ? more_of_node.z : 0;
   if (length <= 0) return;
 
   DeltaState state(p, shared, value_head, slice);
@@ -750,13 +785,15 @@ __global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule
   copy_keys(0);
   if (source >= 0) {
     state.await(source);
+  } else if (kKept && kept_source > 0) {
+    state.load_kept(kept_source - 1);
   } else {
     state.clear();
   }
 
   for (int start = 0; start < length; start += kDeltaChunk) {
     const int rows = min(length - start, kDeltaChunk), tiles = (rows + kDeltaTile - 1) / kDeltaTile;
-    const bool zero_state = start == 0 && source < 0;
+    const bool zero_state = start == 0 && source < 0 && kept_source == 0;
     copy_async_wait<1>();
     __syncthreads();
 
@@ -775,7 +812,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule
 
     // The state after the chunk, where somebody reads it; what the next chunk needs comes meanwhile.
     const bool more = start + kDeltaChunk < length;
-    if (!more && target < 0) return;
+    if (!more && target < 0 && kept_target == 0) return;
     const float decay = shared.gates[tiles - 1].since_start[kDeltaTile - 1];
     uint4 scaled[kDeltaTiles];
 #pragma unroll
@@ -789,7 +826,8 @@ __global__ void __launch_bounds__(kDeltaThreads, 3) delta_state_kernel(DeltaRule
       copy_keys(start + kDeltaChunk);
     }
   }
-  state.leave(target);
+  if (!kKept || target >= 0) state.leave(target);
+  if (kKept && kept_target > 0) state.store_kept(kept_target - 1);
 }
 
 }  // namespace openjev_fast

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <optional>
 
 #include "check.h"
 #include "launch.h"
@@ -29,8 +30,9 @@ Tensor delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
                   const Tensor& /*chunk_start*/, const Tensor& /*chunk_length*/,
                   const Tensor& /*chunk_source*/, const Tensor& /*chunk_target*/,
                   const Tensor& /*step_start*/, const Tensor& /*step_kept*/, int64_t /*slots*/,
-                  int64_t /*chunk_size*/, const Tensor& node, const Tensor& node_chunk, int64_t node_tiles,
-                  int64_t node_slots) {
+                  int64_t /*chunk_size*/, const Tensor& /*kept_source*/, const Tensor& /*kept_target*/,
+                  const Tensor& node, const Tensor& node_chunk, int64_t node_tiles, int64_t node_slots,
+                  const std::optional<Tensor>& kept) {
   constexpr at::ScalarType kBFloat16 = at::ScalarType::BFloat16, kFloat32 = at::ScalarType::Float;
   constexpr at::ScalarType kInt32 = at::ScalarType::Int;
   const Checker check("delta_rule", q);
@@ -52,6 +54,11 @@ Tensor delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   check_aligned(check, v, "v");
   check_aligned(check, node, "node");
   check_aligned(check, node_chunk, "node_chunk");
+  if (kept) {
+    check.rank(*kept, "kept", 4);
+    check.tensor(*kept, "kept", kFloat32, {kept->size(0), value_heads, kDim, kDim});
+    check_aligned(check, *kept, "kept");
+  }
   if (key_heads < 1 || value_heads % key_heads != 0) {
     check.fail("heads of v must be a multiple of those of q, found " + std::to_string(value_heads) + " and " +
                std::to_string(key_heads));
@@ -80,6 +87,7 @@ Tensor delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
                               out.mutable_data_ptr(),
                               work.mutable_data_ptr(),
                               state.mutable_data_ptr<float>(),
+                              kept ? kept->mutable_data_ptr<float>() : nullptr,
                               flag.mutable_data_ptr<int32_t>(),
                               flags,
                               1.0f / std::sqrt(static_cast<float>(kDim)),

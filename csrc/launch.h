@@ -77,7 +77,7 @@ struct DeltaPrepare {
 cudaError_t launch_delta_prepare(const DeltaPrepare& arguments, cudaStream_t stream);
 
 // Tensors and tables as delta_rule's docstring has them, contiguous, on the device. work holds delta_rule_work()
-// bytes, state node_slots slots, flag delta_rule_flags() ints; all three are scratch.
+// bytes, state node_slots slots, flag delta_rule_flags() ints; all three are scratch. kept: null without kept states.
 struct DeltaRule {
   const void* q;
   const void* k;
@@ -89,6 +89,7 @@ struct DeltaRule {
   void* out;
   void* work;
   float* state;
+  float* kept;
   int32_t* flag;
   int64_t flags;
   float scale;

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,10 @@ from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
 from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.packed_layout import PackedLayout
+from openjev_fast_plugin.prefixes import Capacity, Planned, PrefixCache
 from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
-from openjev_fast_plugin.settings import Settings
+from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE, Settings
 from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
@@ -70,19 +71,28 @@ class PackedForward:
     """Packed forwards of one model's weights on its device, as the scheduler runs them: one at a time.
 
     portable: what `portable_ops` says of the weights. idle_work: done while the device is idle, where forwards are
-    captured.
+    captured. prefixes: those kept from one forward to the next; None: none are.
     """
 
     def __init__(
-        self, weights: model_weights.Weights, portable: list[str], idle_work: IdleWork | None = None
+        self,
+        weights: model_weights.Weights,
+        portable: list[str],
+        idle_work: IdleWork | None = None,
+        prefixes: PrefixCache | None = None,
     ):
-        self.weights = weights
+        self.weights, self.prefixes = weights, prefixes
         self.bucket = Bucket()
         self.graphs: GraphedForward[Layout | PackedLayout] | None = None
         if not portable:
             # No op synchronises, so a forward can be captured.
             self.bucket = CUDA_BUCKET
-            self.graphs = GraphedForward(partial(forward, weights), weights.device, idle_work=idle_work)
+            run = (
+                partial(forward, weights)
+                if prefixes is None
+                else partial(forward, weights, prefixes=prefixes)
+            )
+            self.graphs = GraphedForward(run, weights.device, idle_work=idle_work)
         # The layouts of the forwards that are run, where somebody asked for them.
         self._observed: list[Layout | PackedLayout] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -90,9 +100,18 @@ class PackedForward:
             # Every thread that computes keeps a team of OpenMP threads, and a server has a thread a connection.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="openjev-fast")
 
-    def prepare(self, sequences: list[np.ndarray]) -> Layout | PackedLayout:
+    def prepare(
+        self, sequences: list[np.ndarray], roots: list[np.ndarray | None] | None = None
+    ) -> Layout | PackedLayout | Planned:
+        portable = self.graphs is None
         few = few_queries_for(self.weights.device, self.weights.shapes.heads)
-        if self.graphs is None:
+        plan = None if self.prefixes is None or roots is None else self.prefixes.plan(sequences, roots)
+        if plan is not None and roots is not None:
+            kept = [(prefix.place, prefix.rows) for prefix in plan.used]
+            keep = [(node, *path) for node, path in zip(plan.node, plan.path, strict=True)]
+            layout = build_layout(plan.forest, self.bucket, portable, few, kept, keep)
+            return Planned(sequences, roots, plan, layout)
+        if portable:
             return build_layout(build_forest(sequences), self.bucket, few_queries=few)
         pinned = self.weights.device.type == "cuda"
         return packed_layout.pack_layout(sequences, self.bucket, few, pinned)
@@ -102,15 +121,45 @@ class PackedForward:
         count = forest.count_rows if self.graphs is None else packed_layout.count_rows
         return count(sequences)
 
-    def start(self, prepared: Layout | PackedLayout) -> Callable[[], Outcome]:
+    def start(self, prepared: Layout | PackedLayout | Planned) -> Callable[[], Outcome]:
+        while isinstance(prepared, Planned):
+            assert self.prefixes is not None
+            if self.prefixes.current(prepared.plan):
+                return self._start_planned(prepared, self.prefixes)
+            # What it was to start from has been let go of since, or what it was to compute has been kept.
+            prepared = self.prepare(prepared.sequences, prepared.roots)
+        return self._start(prepared)
+
+    def _start_planned(self, planned: Planned, prefixes: PrefixCache) -> Callable[[], Outcome]:
+        def run(step: Callable[[], Any]) -> Any:
+            try:
+                return step()
+            except BaseException:
+                # Nothing that a failed forward may have written to is read again.
+                prefixes.drop()
+                raise
+
+        layout, made = run(partial(prefixes.take, planned))
+        # The layout that keeps nothing is captured: a capture runs it at a time when its places are another's.
+        wait = run(partial(self._start, layout, planned.layout))
+
+        def outcome() -> Outcome:
+            found = run(wait)
+            # Values that are not finite would spread to every request that begins so.
+            prefixes.settle(made, bool(np.isfinite(found.scores).all()))
+            return replace(found, reused=planned.plan.rows_reused)
+
+        return outcome
+
+    def _start(self, layout: Layout | PackedLayout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
-            return self._thread.submit(self._compute, prepared, torch.get_num_threads()).result
-        if self.graphs is not None and self._observed is None and self.graphs.holds(prepared):
+            return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
+        if self.graphs is not None and self._observed is None and self.graphs.holds(layout):
             with torch.inference_mode():
-                scores, replayed = self.graphs(prepared)
-            return lambda: _outcome(scores, prepared, replayed)
+                scores, replayed = self.graphs(layout, example)
+            return lambda: _outcome(scores, layout, replayed)
         # Launching every kernel takes about as long as the device works: not before others are on their way.
-        return partial(self._compute, prepared)
+        return partial(self._compute, layout, example)
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[list[Layout | PackedLayout]]:
@@ -123,7 +172,10 @@ class PackedForward:
             self._observed = None
 
     def release_memory(self) -> None:
+        if self.prefixes is not None:
+            self.prefixes.release()
         if self.graphs is not None:
+            # After it: no graph that reads the memory of prefixes is captured any more.
             self.graphs.drop()
         if self.weights.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -143,12 +195,17 @@ class PackedForward:
         return "request"
 
     def counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters and gauges of graphs and device memory."""
+        """Counters and gauges of graphs, kept prefixes and device memory."""
         counters: dict[str, float] = {}
         gauges: dict[str, float] = {}
         if self.graphs is not None:
             counters = {f"graph_{name}": count for name, count in self.graphs.counts.items()}
             gauges["graph_bytes"] = self.graphs.held_bytes
+        if self.prefixes is not None:
+            counters |= {f"prefix_{name}": count for name, count in self.prefixes.counts.items()}
+            gauges["prefixes_held"] = self.prefixes.held
+            gauges["prefix_held_bytes"] = self.prefixes.held_bytes
+            gauges["prefix_memory_bytes"] = self.prefixes.total_bytes
         if self.weights.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.weights.device)
             gauges["device_memory_used_bytes"] = total - free
@@ -156,21 +213,25 @@ class PackedForward:
             gauges["device_memory_allocated_bytes"] = torch.cuda.memory_allocated(self.weights.device)
         return counters, gauges
 
-    def _compute(self, layout: Layout | PackedLayout, threads: int | None = None) -> Outcome:
-        """threads: what the request's thread would compute with."""
+    def _compute(
+        self, layout: Layout | PackedLayout, example: Layout | None = None, threads: int | None = None
+    ) -> Outcome:
+        """example: as for `GraphedForward`. threads: what the request's thread would compute with."""
         if threads is not None and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         observed = self._observed
         if observed is not None:
-            observed.append(layout)
+            # One that keeps nothing, as they are run again.
+            observed.append(layout if example is None else example)
         with torch.inference_mode():
             if self.graphs is not None:
                 scores, replayed = (
-                    self.graphs(layout) if observed is None else (self.graphs.eager(layout), False)
+                    self.graphs(layout, example) if observed is None else (self.graphs.eager(layout), False)
                 )
             else:
                 assert isinstance(layout, Layout)
-                scores, replayed = forward(self.weights, layout.to(self.weights.device)), False
+                given = () if self.prefixes is None else (self.prefixes,)
+                scores, replayed = forward(self.weights, layout.to(self.weights.device), *given), False
             return _outcome(scores, layout, replayed)
 
 
@@ -180,8 +241,9 @@ class FastEngine:
     model: a loaded `DecisionModel`; its backbone is a `ReleasedBackbone` afterwards. The model owns the engine, not
         the other way round: it has to be kept as long as the engine scores.
 
-    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason, and BuildError where the kernels
-    cannot be built.
+    Raises UnsupportedModel, with the model unchanged, where `refusal` has a reason, BuildError where the kernels cannot
+    be built, and ValueError where prefixes are to be kept in less than one takes, or, the model taken over, in more
+    memory than there is.
     """
 
     # `score` may be called by several threads at once.
@@ -195,6 +257,12 @@ class FastEngine:
         shapes = model_weights.check(model.backbone, model.head)
         original = model_weights.text_model(model.backbone)
         self._portable = portable_ops(shapes, original.embed_tokens.weight)
+        capacity: Capacity | None = None
+        if settings.prefix_bytes:
+            try:
+                capacity = Capacity.of(shapes, original.embed_tokens.weight.dtype, settings.prefix_bytes)
+            except ValueError as error:
+                raise ValueError(f"{PREFIX_BYTES_VARIABLE}: {error}") from error
         if self._portable != ["all"]:
             _cuda.load()
         self._weights = model_weights.take_weights(model.backbone, model.head)
@@ -204,11 +272,19 @@ class FastEngine:
         self.tuning: Tuning | None = None
         if self._portable != ["all"] and settings.tuning != "off":
             self.tuning = Tuning.of(self._weights)
+        prefixes: PrefixCache | None = None
+        if capacity is not None:
+            try:
+                prefixes = PrefixCache(shapes, self._weights.dtype, self._weights.device, capacity)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{PREFIX_BYTES_VARIABLE}: no memory for {capacity.total_bytes} bytes beside the model: {error}"
+                ) from error
         default = default_max_rows(self._weights)
         # Not a method: what the scheduler holds must not hold the engine.
         self._max_rows = lambda: settings.max_rows or max(default, model.max_length)
         idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
-        self._packed = PackedForward(self._weights, self._portable, idle)
+        self._packed = PackedForward(self._weights, self._portable, idle, prefixes)
         if settings.tuning == "idle" and self._packed.graphs is None:
             _log.warning(
                 "openjev-fast: nothing is tuned when idle: forwards are not captured, with %s in PyTorch",
@@ -266,6 +342,8 @@ class FastEngine:
             "max_rows": self.max_rows,
             "share_rows": self._settings.share_rows,
         }
+        if self._packed.prefixes is not None:
+            about["prefix_bytes"] = self._packed.prefixes.total_bytes
         if self.tuning is not None:
             about["tuned_matmuls"] = len(self.tuning.entries)
             if self.tuning.attention is not None:
@@ -285,6 +363,7 @@ class FastEngine:
         self._check_unchanged()
         with self.scheduler.place() as place:
             sequences = encode(self._encoder, records, self._model.max_length)
+            roots = self._roots(records, sequences)
             parts = self._cut(sequences)
             self.scheduler.claim(place, sum(rows for _, rows in parts))
             total = sum(len(sequence) for group in sequences for sequence in group)
@@ -293,7 +372,10 @@ class FastEngine:
             forwards: list[Scored] = []
             for part, rows in parts:
                 wanted = [sequence for group, span in part for sequence in sequences[group][span]]
-                scores = self._score(place, wanted, rows, forwards)
+                begun = roots and [
+                    roots[group] for group, span in part for _ in range(*span.indices(len(sequences[group])))
+                ]
+                scores = self._score(place, wanted, rows, begun, forwards)
                 for group, span in part:
                     count = len(sequences[group][span])
                     pieces[group].append(scores[:count])
@@ -311,9 +393,22 @@ class FastEngine:
             "queue_ms": round(1e3 * sum(each.waited for each in forwards), 3),
             "forward_ms": round(1e3 * sum(each.took for each in forwards), 3),
         }
+        if roots is not None:
+            stats["rows_reused"] = sum(each.reused for each in forwards)
         if self._packed.graphs is not None:
             stats["graph_replays"] = sum(each.replayed for each in forwards)
         return Scores(logits, total, stats)
+
+    def _roots(
+        self, records: list[dict[str, Any]], sequences: list[list[np.ndarray]]
+    ) -> list[np.ndarray | None] | None:
+        """Per record what its prompts say of the state; None where no prefixes are kept."""
+        if self._packed.prefixes is None:
+            return None
+        lengths = self._encoder.state_lengths(records, sequences)
+        return [
+            group[0][:length] if length else None for group, length in zip(sequences, lengths, strict=True)
+        ]
 
     def warm_up(self, ask: Callable[[], None], lengths: Sequence[int]) -> dict[str, int]:
         """Be ready for the forwards of the requests that `ask` scores, and of one prompt of each of these lengths.
@@ -378,11 +473,16 @@ class FastEngine:
         return cut(max_rows)
 
     def _score(
-        self, place: Place, sequences: list[np.ndarray], rows: int, forwards: list[Scored]
+        self,
+        place: Place,
+        sequences: list[np.ndarray],
+        rows: int,
+        roots: list[np.ndarray | None] | None,
+        forwards: list[Scored],
     ) -> np.ndarray:
         """Scores of one part [C]; without memory for it, once more in halves. Appends the forwards it took."""
         try:
-            found = [self.scheduler.score(place, sequences, rows)]
+            found = [self.scheduler.score(place, sequences, rows, roots)]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -391,8 +491,9 @@ class FastEngine:
             # Outside the handler: the error is gone, and with it what its frames held.
             half = max(rows // 2, max(map(len, sequences)))
             for ((_, span),) in split_to_fit([sequences], half):
-                smaller = sequences[span]
-                found.append(self.scheduler.score(place, smaller, self._packed.count_rows(smaller)))
+                smaller, begun = sequences[span], roots and roots[span]
+                counted = self._packed.count_rows(smaller)
+                found.append(self.scheduler.score(place, smaller, counted, begun))
         forwards += found
         return np.concatenate([each.scores for each in found])
 

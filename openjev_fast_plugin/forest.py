@@ -4,13 +4,16 @@ The sequences may come from several questions and several requests: whatever the
 run of rows that no path leaves or enters on the way; paths diverge only at the end of a node. Rows, nodes and
 read rows depend on the set of distinct sequences alone, never on their order, so renaming or reordering
 questions changes nothing in the computation.
+
+Sequences may also continue prefixes whose states were kept from an earlier forward: `continue_forest` packs what
+comes after them, and `Forest.cut` makes a node end where a prefix to be kept does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,14 +28,18 @@ class Forest:
     token: [N], int32, token id of each row.
     position: [N], int32, depth of the row on its path, from 0.
     node: [N], int32, node of each row.
-    predecessor: [N, 3], int32, rows 1, 2 and 3 steps back on the path, -1 before its start.
+    predecessor: [N, 3], int32, rows 1, 2 and 3 steps back on the path, -1 before its start; -2 - (3 p + i) is row i of
+        the last three of kept prefix p.
     node_start: [K], int32, first row of each node; the rows of a node are contiguous.
     node_length: [K], int32, at least 1.
     node_parent: [K], int32, parent node, -1 for a root; a parent comes before its children.
-    node_level: [K], int32, 0 for a root; nodes, and so rows, are ordered by level, then by path.
+    node_level: [K], int32, 0 for a root; as `build_forest` returns them, nodes, and so rows, are ordered by level,
+        then by path.
     read_row: [M], int32, the distinct rows at which a sequence ends, ascending.
     candidate_read: [C], int32, index into read_row of each input sequence, in input order.
     rows_asked: sum of the sequence lengths.
+    node_kept: [K], int32, kept prefix that a root continues, -1 for every other node; None: there are no kept prefixes.
+    kept_length: rows of each kept prefix.
     """
 
     token: np.ndarray
@@ -46,6 +53,64 @@ class Forest:
     read_row: np.ndarray
     candidate_read: np.ndarray
     rows_asked: int
+    node_kept: np.ndarray | None = None
+    kept_length: tuple[int, ...] = ()
+
+    def node_at(self, candidate: int, depth: int) -> int:
+        """The node of the row at a depth of a candidate's path, a depth that no kept prefix holds."""
+        node = int(self.node[self.read_row[self.candidate_read[candidate]]])
+        while self.position[self.node_start[node]] > depth:
+            node = int(self.node_parent[node])
+        return node
+
+    def path(self, node: int) -> np.ndarray:
+        """Packed rows from the root to the end of a node, without those of a kept prefix."""
+        runs = []
+        while node >= 0:
+            runs.append(np.arange(self.node_start[node], self.node_start[node] + self.node_length[node]))
+            node = int(self.node_parent[node])
+        return np.concatenate(runs[::-1])
+
+    def kept_prefix(self, node: int) -> int:
+        """The kept prefix that a node's path continues, -1 for none."""
+        if self.node_kept is None:
+            return -1
+        while self.node_parent[node] >= 0:
+            node = int(self.node_parent[node])
+        return int(self.node_kept[node])
+
+    def cut(self, candidate: int, depth: int) -> Forest:
+        """The same rows, with a node that ends before this depth of a candidate's path.
+
+        depth: more than the rows of a kept prefix on the path, at most the path's length. The second part of a node
+        that is cut comes after the first and has its children.
+        """
+        node = self.node_at(candidate, depth - 1)
+        first = int(self.node_start[node])
+        length = depth - int(self.position[first])
+        if length == self.node_length[node]:
+            return self
+        parent = np.insert(self.node_parent, node + 1, node)
+        # Children, and nodes that have moved by one.
+        later = np.arange(len(parent)) != node + 1
+        parent[later & (parent >= node)] += 1
+        level = np.zeros_like(parent)
+        for at in range(len(parent)):
+            level[at] = 0 if parent[at] < 0 else level[parent[at]] + 1
+        start = np.insert(self.node_start, node + 1, first + length)
+        lengths = np.insert(self.node_length, node + 1, self.node_length[node] - length)
+        lengths[node] = length
+        of_row = self.node.copy()
+        of_row[first + length :] += 1
+        return replace(
+            self,
+            node=of_row,
+            node_start=start,
+            node_length=lengths,
+            node_parent=parent,
+            node_level=level,
+            node_kept=None if self.node_kept is None else np.insert(self.node_kept, node + 1, -1),
+        )
 
 
 def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
@@ -149,6 +214,60 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
         read_row=read_row,
         candidate_read=read_of.astype(np.int32)[text.distinct_of],
         rows_asked=len(text.flat),
+    )
+
+
+def continue_forest(
+    sequences: Sequence[np.ndarray], prefix: Sequence[int], kept_length: Sequence[int]
+) -> Forest:
+    """As `build_forest`, without the rows that kept prefixes hold: their sequences are trees of their own.
+
+    sequences: as for `build_forest`. prefix: [C], the kept prefix each begins with, -1 for none. kept_length: rows of
+    each kept prefix, at least 3, fewer than any sequence has that begins with it.
+    """
+    members: dict[int, list[int]] = {}
+    for candidate, chosen in enumerate(prefix):
+        members.setdefault(chosen, []).append(candidate)
+    parts, rows, nodes, reads = [], 0, 0, 0
+    candidate_read = np.empty(len(sequences), dtype=np.int32)
+    for chosen in sorted(members):
+        skipped = kept_length[chosen] if chosen >= 0 else 0
+        part = build_forest([sequences[candidate][skipped:] for candidate in members[chosen]])
+        candidate_read[members[chosen]] = part.candidate_read + reads
+        # Row i of a prefix's last three is as deep as its third row before the start would be.
+        before = part.position[:, None] - np.arange(1, 4, dtype=np.int32)
+        kept_row = -2 - (3 * chosen + 3 + before)
+        started = part.predecessor + rows
+        outside = kept_row if chosen >= 0 else np.full_like(kept_row, -1)
+        is_root = part.node_parent < 0
+        parts.append(
+            replace(
+                part,
+                position=part.position + skipped,
+                node=part.node + nodes,
+                predecessor=np.where(before < 0, outside, started).astype(np.int32),
+                node_start=part.node_start + rows,
+                node_parent=np.where(is_root, -1, part.node_parent + nodes).astype(np.int32),
+                read_row=part.read_row + rows,
+                node_kept=np.where(is_root, chosen, -1).astype(np.int32),
+            )
+        )
+        rows, nodes, reads = (
+            rows + len(part.token),
+            nodes + len(part.node_start),
+            reads + len(part.read_row),
+        )
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    tables = ("token", "position", "node", "predecessor", "read_row", "node_kept")
+    of_nodes = ("node_start", "node_length", "node_parent", "node_level")
+    return Forest(
+        **{name: joined(name) for name in (*tables, *of_nodes)},
+        candidate_read=candidate_read,
+        rows_asked=sum(map(len, sequences)),
+        kept_length=tuple(kept_length),
     )
 
 

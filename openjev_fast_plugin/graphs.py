@@ -206,8 +206,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
         self._last_use = time.monotonic()
         self._capturing: threading.Thread | None = None
 
-    def __call__(self, inputs: InputsT) -> tuple[torch.Tensor, bool]:
-        """Scores [C] of inputs on the host, and whether a graph was replayed."""
+    def __call__(self, inputs: InputsT, example: InputsT | None = None) -> tuple[torch.Tensor, bool]:
+        """Scores [C] of inputs on the host, and whether a graph was replayed.
+
+        example: of the same shape, to capture it with instead: a forward of it runs before, at some later time.
+        """
         with self._changed:
             # A capture or a piece of work that is under way is the last before this forward.
             self._last_use = time.monotonic()
@@ -225,7 +228,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 if inputs.rows <= self._most_rows:
                     key = inputs.shape_key()
                     asked = self._wanted.pop(key, (inputs, 0))[1] + 1
-                    self._wanted[key] = (inputs, asked)
+                    self._wanted[key] = (inputs if example is None else example, asked)
                     if len(self._wanted) > self._most_graphs:
                         self._wanted.popitem(last=False)
                 if self._wanted or self._work_left:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +14,14 @@ import torch
 from openjev_fast_plugin.forest import Forest
 from openjev_fast_plugin.ops import AttentionPlan, DeltaPlan, plan_attention, plan_delta_rule
 
+# Rows before its own that a row's convolution reads.
+CONVOLUTION_ROWS = 3
 _CHUNK_SIZES = (64, 32, 16)
 # Tables that the portable ops loop over on the host; all others belong on the model's device.
-_HOST_TABLES = frozenset(("step_start", "step_kept", "block_query", "block_own", "block_range", "range_rows"))
+_HOST_TABLES = frozenset(
+    ("step_start", "step_kept", "kept_source", "kept_target")
+    + ("block_query", "block_own", "block_range", "range_rows")
+)
 # Tables start at multiples of this many int32, so that kernels can read 16 bytes at a time.
 ALIGNMENT = 4
 
@@ -29,6 +35,26 @@ class Bucket:
     reads: int = 1
 
 
+class Reuse(NamedTuple):
+    """Where a forward finds what was kept of P prefixes, and puts what is kept of T of its own; tables are int32.
+
+    Places of prefixes and kept rows are numbered from 1: what is put at 0 nobody keeps. Keys and values that queries
+    see are those of G kept rows, then the N packed ones.
+
+    kept_place: [P], places of the prefixes whose last rows the last 3 P packed rows stand for in a convolution.
+    kept_row: [G], kept rows of these prefixes, one prefix after the other; the last one is repeated.
+    keep_place: [T]. keep_last: [3 T], the last three packed rows of each.
+    keep_from: [U], rows that queries see, of one after the other; the last one is repeated. keep_row: [U], where to.
+    """
+
+    kept_place: torch.Tensor
+    kept_row: torch.Tensor
+    keep_place: torch.Tensor
+    keep_last: torch.Tensor
+    keep_from: torch.Tensor
+    keep_row: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Layout:
     """N packed rows, M read rows, C candidates; tables are int32.
@@ -37,6 +63,7 @@ class Layout:
     predecessor: [N, 3], rows 1, 2 and 3 steps back on the path, -1 before its start.
     delta: nodes of the delta rule. attention: every row as a query. read_attention: the read rows as queries.
     read_row: [M], rows the head reads. candidate_read: [C], index into read_row of each candidate.
+    reuse: prefixes it starts from or keeps; None: there are none.
     """
 
     token: torch.Tensor
@@ -47,6 +74,7 @@ class Layout:
     read_attention: AttentionPlan
     read_row: torch.Tensor
     candidate_read: torch.Tensor
+    reuse: Reuse | None = None
 
     @property
     def rows(self) -> int:
@@ -60,6 +88,19 @@ class Layout:
     def tile_queries(self) -> tuple[int, int]:
         """Queries of a tile of attention: of every row, and of the read rows."""
         return self.attention.tile_queries, self.read_attention.tile_queries
+
+    def keeping(self, node: np.ndarray, place: np.ndarray, row: np.ndarray) -> Layout:
+        """The same layout, on the host, that keeps its prefixes; this one stays as it is.
+
+        node, place: [T], the nodes they end with and their places, from 1. row: [sum of their rows], kept rows of one
+        after the other, from 1. 0 is for what is not to be kept.
+        """
+        assert self.reuse is not None
+        keep_row = _repeat_last(row, len(self.reuse.keep_row))
+        reuse = self.reuse._replace(
+            keep_place=torch.from_numpy(place).int(), keep_row=torch.from_numpy(keep_row).int()
+        )
+        return replace(self, delta=self.delta.keeping(node, place - 1), reuse=reuse)
 
     def to(self, device: torch.device) -> Layout:
         """The same layout with its device tables on `device`, moved in one copy."""
@@ -91,6 +132,8 @@ class Layout:
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:
+                continue
             if isinstance(value, torch.Tensor):
                 changed[field.name] = moved(value)
             else:
@@ -115,7 +158,8 @@ class Layout:
         tables: list[torch.Tensor] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            tables += [value] if isinstance(value, torch.Tensor) else _device_tables(value).values()
+            if value is not None:
+                tables += [value] if isinstance(value, torch.Tensor) else _device_tables(value).values()
         return tables
 
     @cached_property
@@ -124,7 +168,7 @@ class Layout:
         return [0, *accumulate(round_up(table.numel(), ALIGNMENT) for table in self._tables)]
 
 
-def _device_tables(plan: DeltaPlan | AttentionPlan) -> dict[str, torch.Tensor]:
+def _device_tables(plan: DeltaPlan | AttentionPlan | Reuse) -> dict[str, torch.Tensor]:
     """The tables of a plan that belong on the model's device, by name."""
     return {
         name: value
@@ -165,17 +209,24 @@ def build_layout(
     bucket: Bucket = Bucket(),  # noqa: B008
     portable: bool = True,
     few_queries: int = 0,
+    kept: Sequence[tuple[int, np.ndarray]] = (),
+    keep: Sequence[tuple[int, int, np.ndarray]] = (),
 ) -> Layout:
     """The layout of one forest on the host, its sizes rounded up to the bucket's multiples.
 
     portable: False leaves out the tables that only the portable ops read.
     few_queries: the most queries that attention plans in small tiles: for its kernel what `few_queries_for` says.
+    kept: of each kept prefix of the forest, its place and its rows, from 1.
+    keep: of each prefix to be kept, the node it ends with, the kept prefix its path continues, -1 for none, and the
+        packed rows of the path; `Layout.keeping` says later where to.
 
     Padding rows form a root of their own, so they are computed like any others and no real row sees them; padding
     nodes have no rows; the last read row and the first candidate are repeated.
     """
     rows, nodes = len(forest.token), len(forest.node_start)
-    extra = -rows % bucket.rows
+    # The last rows of the padding stand for the last ones of kept prefixes.
+    standing = CONVOLUTION_ROWS * len(kept)
+    extra = standing + -(rows + standing) % bucket.rows
 
     def padded(values: np.ndarray, count: int, fill: int) -> np.ndarray:
         """`values` [n] with `count` more entries of `fill`."""
@@ -190,6 +241,10 @@ def build_layout(
     if extra:
         position = np.concatenate([position, np.arange(extra, dtype=position.dtype)])
         predecessor = np.concatenate([predecessor, _chain(rows, extra)])
+    if kept:
+        first_standing = rows + extra - standing
+        predecessor = np.where(predecessor < -1, first_standing - 2 - predecessor, predecessor)
+        predecessor = predecessor.astype(np.int32)
     node = padded(forest.node, extra, nodes)
     node_start, node_length, node_parent, node_level = (
         forest.node_start,
@@ -207,7 +262,16 @@ def build_layout(
     tables = (node_start, node_length, node_parent)
     host = torch.device("cpu")
     plan: dict[str, Any] = {"portable": portable, "few_queries": few_queries}
-    delta = plan_delta_rule(*tables, chunk_size_for(node_length, node_level) if portable else None, host)
+    chunk_size = chunk_size_for(node_length, node_level) if portable else None
+    query_row, query_node, seen, reuse = np.arange(len(token)), node, tables, None
+    if kept or keep:
+        kept_source, kept_target = _kept_states(forest, kept, keep)
+        delta = plan_delta_rule(*tables, chunk_size, host, kept_source, kept_target)
+        reuse = _reuse(predecessor, kept, keep)
+        seen = _behind_kept_rows(forest, tables, len(reuse.kept_row))
+        query_row, query_node = query_row + len(reuse.kept_row), node + len(kept)
+    else:
+        delta = plan_delta_rule(*tables, chunk_size, host)
     return Layout(
         token=torch.from_numpy(token),
         position=torch.from_numpy(position),
@@ -219,11 +283,84 @@ def build_layout(
             node_tiles=round_up(delta.node_tiles, bucket.nodes),
             node_slots=round_up(delta.node_slots, bucket.nodes),
         ),
-        attention=plan_attention(*tables, np.arange(len(token)), node, host, **plan),
-        read_attention=plan_attention(*tables, read_row, node[read_row], host, **plan),
+        attention=plan_attention(*seen, query_row, query_node, host, **plan),
+        read_attention=plan_attention(*seen, query_row[read_row], query_node[read_row], host, **plan),
         read_row=torch.from_numpy(read_row),
         candidate_read=torch.from_numpy(candidate_read),
+        reuse=reuse,
     )
+
+
+def _kept_states(
+    forest: Forest,
+    kept: Sequence[tuple[int, np.ndarray]],
+    keep: Sequence[tuple[int, int, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """`kept_source` and `kept_target` of `plan_delta_rule`."""
+    assert forest.node_kept is not None
+    roots = np.flatnonzero(forest.node_kept >= 0)
+    places = np.array([place for place, _ in kept], dtype=np.int64)
+    nodes = np.array([node for node, _, _ in keep], dtype=np.int64)
+    sources = np.stack([roots, places[forest.node_kept[roots]] - 1], axis=1)
+    return sources, np.stack([nodes, np.full_like(nodes, -1)], axis=1)
+
+
+def _reuse(
+    predecessor: np.ndarray,
+    kept: Sequence[tuple[int, np.ndarray]],
+    keep: Sequence[tuple[int, int, np.ndarray]],
+) -> Reuse:
+    """The tables of what is read of kept prefixes and of what is to be kept, which goes nowhere yet."""
+    first = np.cumsum([0, *(len(rows) for _, rows in kept)])
+    kept_row = np.concatenate([np.empty(0, dtype=np.int32), *(rows for _, rows in kept)])
+    kept_row = _repeat_last(kept_row, _round_coarsely(len(kept_row)))
+    last, seen = [], []
+    for _, prefix, path in keep:
+        last.append([predecessor[path[-1], 1], predecessor[path[-1], 0], path[-1]])
+        if prefix >= 0:
+            seen.append(np.arange(first[prefix], first[prefix + 1]))
+        seen.append(path + len(kept_row))
+    keep_from = np.concatenate([np.empty(0, dtype=np.int32), *seen])
+    keep_from = _repeat_last(keep_from, _round_coarsely(len(keep_from)))
+
+    def table(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int32).reshape(-1))
+
+    return Reuse(
+        kept_place=table([place for place, _ in kept]),
+        kept_row=table(kept_row),
+        keep_place=torch.zeros(len(keep), dtype=torch.int32),
+        keep_last=table(last),
+        keep_from=table(keep_from),
+        keep_row=torch.zeros(len(keep_from), dtype=torch.int32),
+    )
+
+
+def _behind_kept_rows(
+    forest: Forest, tables: tuple[np.ndarray, np.ndarray, np.ndarray], kept_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, lengths and parents of nodes as queries see them: kept prefixes, then the nodes behind all kept rows."""
+    start, length, parent = tables
+    assert forest.node_kept is not None
+    kept_length = np.array(forest.kept_length, dtype=np.int64)
+    prefixes = len(kept_length)
+    node_kept = np.concatenate([forest.node_kept, np.full(len(parent) - len(forest.node_kept), -1)])
+    above = np.where(parent >= 0, parent + prefixes, node_kept)
+    return (
+        np.concatenate([np.cumsum(kept_length) - kept_length, start + kept_rows]),
+        np.concatenate([kept_length, length]),
+        np.concatenate([np.full(prefixes, -1), above]),
+    )
+
+
+def _repeat_last(values: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([values, np.repeat(values[-1:], count - len(values))])
+
+
+def _round_coarsely(value: int) -> int:
+    """Up to one of four sizes between two powers of two, so that few sizes differ; 0 stays 0."""
+    step = 1 << max(value.bit_length() - 3, 0)
+    return round_up(value, step)
 
 
 def _chain(first: int, count: int) -> np.ndarray:

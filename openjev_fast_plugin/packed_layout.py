@@ -1,7 +1,8 @@
 """Token sequences to what a forward of the kernels reads, by compiled code: csrc/layout.cpp, built with the kernels.
 
 A replay waits for its layout, and with cold caches the many small steps of `forest` and `layout` take longer than a
-percent of a forward. They say what the tables are, and make them where there is no compiler.
+percent of a forward. They say what the tables are, and make them where there is no compiler, or prefixes are kept or
+read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from openjev_fast_plugin.ops.tree_attention import NO_BLOCKS
 # Tables of the portable delta rule, which a layout for the kernels leaves empty: on the device, and on the host.
 _NO_CHUNKS = ((0,),) * 4
 _NO_STEPS = torch.zeros(0, dtype=torch.int32)
+_NONE_KEPT = _NO_STEPS.view(0, 2)
 
 
 class PackedLayout:
@@ -77,7 +79,17 @@ class PackedLayout:
             position=position,
             predecessor=predecessor,
             delta=DeltaPlan(
-                *chunks, _NO_STEPS, _NO_STEPS, 0, 0, next(table), next(table), node_tiles, node_slots
+                *chunks,
+                _NO_STEPS,
+                _NO_STEPS,
+                0,
+                0,
+                _NONE_KEPT,
+                _NONE_KEPT,
+                next(table),
+                next(table),
+                node_tiles,
+                node_slots,
             ),
             attention=attention(tile_queries),
             read_attention=attention(read_tile_queries),

@@ -48,6 +48,7 @@ _ANY_CUT = re.compile(r"\n(?=[A-Za-z])|(?<=[A-Za-z])(?= [A-Za-z])")
 _CHUNK = 2048
 
 _PROMPT_START = "Context:\n"
+_QUESTION = "Question: "
 _PROMPT_END = " Answer Yes or No."
 
 
@@ -87,6 +88,27 @@ class PromptEncoder:
             self._log_plain(why_plain)
             return self._encode_plain(prompts)
         return self._encode_shared(records, prompts)
+
+    def state_lengths(
+        self, records: Sequence[dict[str, Any]], sequences: Sequence[Sequence[np.ndarray]]
+    ) -> list[int]:
+        """Per record how many of its prompts' first ids are about its state alone, 0 where that is not known.
+
+        sequences: of these records, from `encode`. A prompt can be cut before the line with its question, so the ids
+        from there on are those of the rest; where prompts cannot be cut nothing is known.
+        """
+        if self._why_plain is not None:
+            return [0 for _ in records]
+        rests = []
+        for record in records:
+            prompt = next(iter(self._candidate_prompts(record)), "")
+            at = prompt.find(f"\n{_QUESTION}{record.get('question')}\n")
+            rests.append(prompt[at + 1 :] + self._tail if at >= 0 else "")
+        encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(rests, add_special_tokens=False)
+        return [
+            max(len(group[0]) - len(each.ids), 0) if rest and group else 0
+            for rest, each, group in zip(rests, encoded, sequences, strict=True)
+        ]
 
     def _encode_plain(self, prompts: list[list[str]]) -> list[list[np.ndarray]]:
         """The host's two calls; only the padding is left out."""

@@ -47,19 +47,23 @@ class Outcome:
     """What one forward gave.
 
     scores: [C] float32, one per sequence in the order they were prepared in.
-    rows: packed rows it computed. replayed: whether it was a captured graph.
+    rows: packed rows it computed. replayed: whether it was a captured graph. reused: rows of kept prefixes it read.
     """
 
     scores: np.ndarray
     rows: int
     replayed: bool
+    reused: int = 0
 
 
 class Device(Protocol):
     """Runs one forward at a time."""
 
-    def prepare(self, sequences: list[np.ndarray]) -> Any:
-        """Everything of a forward that needs no device; another forward may be running."""
+    def prepare(self, sequences: list[np.ndarray], roots: list[np.ndarray | None] | None = None) -> Any:
+        """Everything of a forward that needs no device; another forward may be running.
+
+        roots: of each sequence, where any request gave them.
+        """
 
     def start(self, prepared: Any) -> Callable[[], Outcome]:
         """Launch what can be launched at once; the function returned waits for the scores."""
@@ -86,6 +90,7 @@ class Ticket:
     """What one forward has to score for one request.
 
     rows: packed rows of the sequences by themselves. alone: it shares no forward any more.
+    roots: of each sequence what it begins with that may be kept for other requests, None for nothing.
     """
 
     place: Place
@@ -93,6 +98,7 @@ class Ticket:
     rows: int
     arrived: float = 0.0
     alone: bool = False
+    roots: list[np.ndarray | None] | None = None
     # Set when the ticket is settled, or is to run the next forward.
     woken: threading.Event = field(default_factory=threading.Event)
     scored: Scored | None = None
@@ -108,7 +114,7 @@ class Scored:
     """A ticket's scores [C] float32, and the forward they are from.
 
     rows: packed rows of the whole forward. requests: how many shared it. waited, took: seconds before it began, and
-    from then to its scores.
+    from then to its scores. reused: rows of kept prefixes that the whole forward read.
     """
 
     scores: np.ndarray
@@ -117,6 +123,7 @@ class Scored:
     requests: int
     waited: float
     took: float
+    reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,13 +230,20 @@ class Scheduler:
             place.rows = rows
             self._rows_inside += rows
 
-    def score(self, place: Place, sequences: list[np.ndarray], rows: int) -> Scored:
+    def score(
+        self,
+        place: Place,
+        sequences: list[np.ndarray],
+        rows: int,
+        roots: list[np.ndarray | None] | None = None,
+    ) -> Scored:
         """Scores of one part of a request, from a forward shared with whoever waits too.
 
-        sequences: as for `build_forest`. rows: what they take by themselves, at most `max_rows`.
+        sequences: as for `build_forest`. rows: what they take by themselves, at most `max_rows`. roots: as for
+            `Ticket`, where prefixes are kept.
         Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken.
         """
-        ticket = Ticket(place, sequences, rows, self._clock())
+        ticket = Ticket(place, sequences, rows, self._clock(), roots=roots)
         with self._changed:
             self._check()
             self._queue.append(ticket)
@@ -338,7 +352,7 @@ class Scheduler:
                 continue
             sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
             try:
-                packed = _Packed(tickets, waiting, last, self._device.prepare(sequences))
+                packed = _Packed(tickets, waiting, last, self._device.prepare(sequences, *_roots(tickets)))
             except Exception as error:
                 packed = _Packed(tickets, waiting, last, error=error)
 
@@ -380,7 +394,9 @@ class Scheduler:
                     again.append(ticket)
                 else:
                     waited, took = started - ticket.arrived, ended - started
-                    ticket.scored = Scored(scores, outcome.rows, outcome.replayed, len(tickets), waited, took)
+                    ticket.scored = Scored(
+                        scores, outcome.rows, outcome.replayed, len(tickets), waited, took, outcome.reused
+                    )
                     self._metrics.waited(waited)
             self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - started)
             if again:
@@ -410,7 +426,7 @@ class Scheduler:
         with self._changed:
             self._busy = False
             if outcome is not None:
-                self._note_rate(outcome.rows, ended - started)
+                self._note_rate(outcome.rows + outcome.reused, ended - started)
             if verdict == "broken":
                 again = []
                 self._broken = f"{type(error).__name__}: {error}"
@@ -506,3 +522,10 @@ class Scheduler:
 def _wake(tickets: list[Ticket]) -> None:
     for ticket in tickets:
         ticket.woken.set()
+
+
+def _roots(tickets: list[Ticket]) -> list[list[np.ndarray | None]]:
+    """What `Device.prepare` is given beside the sequences: nothing, where no ticket has roots."""
+    if all(ticket.roots is None for ticket in tickets):
+        return []
+    return [[root for each in tickets for root in each.roots or [None] * len(each.sequences)]]

@@ -9,6 +9,7 @@ When none does, Open-Jev runs as if the plugin were not installed.
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ SHARE_ROWS_VARIABLE = "OPENJEV_FAST_SHARE_ROWS"
 QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
 QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
 WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
+PREFIX_BYTES_VARIABLE = "OPENJEV_FAST_PREFIX_BYTES"
 ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
 WARMUP_VARIABLE = "OPENJEV_FAST_WARMUP"
 
 _MOST_WAIT_US = 1000
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
 ORIGINAL, AUTO = "torch", "auto"
@@ -56,6 +59,8 @@ class Settings:
     queue_rows: int = 131_072
     # Microseconds the device is kept free after a forward, while somebody waits, for further requests.
     wait_us: int = 0
+    # Bytes of device memory in which prefixes are kept from one request to the next; 0: none are kept.
+    prefix_bytes: int = 0
     # The file that a line is appended to for every HTTP request; None: there is no such log.
     access_log: str | None = None
     # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
@@ -73,6 +78,7 @@ class Settings:
             "queue": _number(environ, QUEUE_VARIABLE, 1),
             "queue_rows": _number(environ, QUEUE_ROWS_VARIABLE, 1),
             "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
+            "prefix_bytes": _bytes(environ, PREFIX_BYTES_VARIABLE),
         }
         given = {name: value for name, value in numbers.items() if value is not None}
         tuning = _value(environ, TUNING_VARIABLE) or cls.tuning
@@ -130,6 +136,19 @@ def _number(environ: Mapping[str, str] | None, name: str, least: int, most: int 
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and least <= int(text) <= most):
         raise BackendError(f"{name} must be an integer from {least} to {most}, found {reprlib.repr(text)}")
     return int(text)
+
+
+def _bytes(environ: Mapping[str, str] | None, name: str) -> int | None:
+    """A number of bytes from the environment, with or without a unit; BackendError for anything else."""
+    text = _value(environ, name)
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,15}) ?((?:[KMGT]iB)?)", text)
+    if found is None:
+        raise BackendError(
+            f"{name} must be a whole number of bytes, KiB, MiB, GiB or TiB, such as 2GiB, found {reprlib.repr(text)}"
+        )
+    return int(found[1]) * _UNITS[found[2]]
 
 
 def _backend_in_checkpoint(checkpoint: str | os.PathLike) -> str | None:

@@ -21,6 +21,7 @@ from openjev_fast_plugin.measurement import budget, plots, record, run
 from openjev_fast_plugin.measurement.budget import FAMILIES, family_of_kernel
 from openjev_fast_plugin.measurement.originals import use_delta_rule
 from openjev_fast_plugin.measurement.timing import LEAST_ROUNDS, interleaved
+from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE
 from openjev_fast_plugin.verification.cases import compile_requests, tokenize
 from openjev_fast_plugin.weights import text_model
 
@@ -174,6 +175,12 @@ def test_a_backend_that_refuses_the_model_is_named(tiny_checkpoint, tmp_path, mo
 
 
 # The timer
+
+
+def test_nothing_is_kept_from_one_call_to_the_next(tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv(PREFIX_BYTES_VARIABLE, "256MiB")
+    model = run.take_over(DecisionModel.load(tiny_checkpoint, "cpu"), "fast")
+    assert "prefix_bytes" not in model.openjev_fast.describe()
 
 
 def test_variants_take_turns_and_a_slow_one_gets_three_rounds():

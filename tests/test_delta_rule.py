@@ -154,3 +154,91 @@ def test_nodes_without_rows_are_padding():
     unpadded = plan_delta_rule(*tree.nodes, 16, CPU)
     assert torch.equal(plan.node_chunk, unpadded.node_chunk) and len(plan.node) == len(unpadded.node) + 2
     assert (plan.node_tiles, plan.node_slots) == (unpadded.node_tiles, unpadded.node_slots)
+
+
+# States that are kept
+
+
+def kept_states(slots: int, key_heads: int = 2, groups: int = 2, dim: int = 16) -> torch.Tensor:
+    """Random transposed states [slots, HV, V, K], none of them of any sequence."""
+    draw = torch.Generator().manual_seed(slots)
+    return torch.randn(slots, key_heads * groups, dim, dim, generator=draw)
+
+
+def pairs(*of: tuple[int, int]) -> np.ndarray:
+    return np.array(of, dtype=np.int64).reshape(-1, 2)
+
+
+# A sequence that keeps its state, roots beside it that start from zeros, from a kept state, or do both.
+MIXED = Tree.of((70, -1), (3, -1), (20, -1), (130, -1), (5, 0), (9, 2), (2, 3), (1, 3))
+SOURCE, TARGET = pairs((2, 3), (3, 0)), pairs((0, 1), (3, 4))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 200])
+def test_a_sequence_goes_on_from_a_kept_state(rows, decay):
+    first, slot = 37, 2
+    given = inputs(first + rows, decay)
+    whole = recurrence(given)
+    for name in ("op", "reference"):
+        kept = kept_states(4)
+        others = [kept[at].clone() for at in (0, 1, 3)]
+
+        def run(part: list[torch.Tensor], source: np.ndarray, target: np.ndarray, kept=kept, name=name):
+            tree = Tree.of((len(part[0]), -1))
+            if name == "reference":
+                return delta_rule_ref(*part, *tree.nodes, 64, source, target, kept)
+            return delta_rule(*part, plan_delta_rule(*tree.nodes, 64, CPU, source, target), kept)
+
+        begun = run([x[:first] for x in given], pairs(), pairs((0, slot)))
+        rest = run([x[first:] for x in given], pairs((0, slot)), pairs((0, slot - 2)))
+        assert_close(torch.cat([begun, rest]), whole, rtol=1e-4, atol=2e-5, what=name)
+        assert torch.equal(kept[1], others[1]) and torch.equal(kept[3], others[2])
+        assert not torch.equal(kept[0], others[0])
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_roots_with_and_without_a_kept_state_in_one_forest(chunk_size):
+    given, kept = inputs(MIXED.rows), kept_states(5)
+    expected = kept.clone()
+    plan = plan_delta_rule(*MIXED.nodes, chunk_size, CPU, SOURCE, TARGET)
+    found = delta_rule(*given, plan, kept)
+    wanted = delta_rule_ref(*given, *MIXED.nodes, chunk_size, SOURCE, TARGET, expected)
+    assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    assert_close(kept, expected, rtol=1e-4, atol=2e-5)
+    fresh = kept_states(5)
+    assert [torch.equal(x, y) for x, y in zip(kept, fresh, strict=True)] == [True, False, True, True, False]
+    # Without kept states the roots that start from one differ, and no others.
+    without = delta_rule(*given, plan_delta_rule(*MIXED.nodes, chunk_size, CPU))
+    for node, (start, length) in enumerate(zip(MIXED.start, MIXED.length, strict=True)):
+        rows = slice(start, start + length)
+        assert torch.equal(found[rows], without[rows]) == (node in (0, 1, 4)), node
+
+
+def test_a_plan_says_later_where_a_state_is_kept():
+    given = inputs(MIXED.rows)
+    nowhere = plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, pairs((0, -1), (3, -1)))
+    planned = plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, TARGET)
+    later = nowhere.keeping(TARGET[:, 0], TARGET[:, 1])
+    for name, table in planned._asdict().items():
+        other = getattr(later, name)
+        assert torch.equal(table, other) if isinstance(table, torch.Tensor) else table == other, name
+    kept = kept_states(5)
+    delta_rule(*given, nowhere, kept)
+    assert torch.equal(kept, kept_states(5))
+
+
+def test_the_kernels_table_names_kept_slots_plus_one():
+    plan = plan_delta_rule(*MIXED.nodes, None, CPU, SOURCE, TARGET)
+    assert plan.node[:, 5].tolist() == [0, 0, 4, 1, 0, 0, 0, 0]
+    assert plan.node[:, 6].tolist() == [2, 0, 0, 5, 0, 0, 0, 0]
+    assert not plan.kept_source.numel() and not plan.kept_target.numel()
+
+
+def test_a_plan_that_keeps_states_needs_somewhere_to_keep_them():
+    with pytest.raises(ValueError, match="there is no tensor of kept states"):
+        delta_rule(*inputs(MIXED.rows), plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, TARGET))
+    plan = plan_delta_rule(*MIXED.nodes, 64, CPU, SOURCE, TARGET)
+    for wrong in (kept_states(5)[:, :3], kept_states(5)[..., :-1], kept_states(5).double()):
+        with pytest.raises(ValueError, match="kept must be float32 of shape"):
+            delta_rule(*inputs(MIXED.rows), plan, wrong)

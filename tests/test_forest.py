@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openjev_fast_plugin.forest import Forest, build_forest, count_rows, split_to_fit
+from openjev_fast_plugin.forest import Forest, build_forest, continue_forest, count_rows, split_to_fit
 
 TOKEN_LIMIT = 248_320
 
@@ -53,8 +53,9 @@ def check(sequences) -> Forest:
     nodes = len(forest.node_start)
 
     for name in Forest.__dataclass_fields__:
-        if name != "rows_asked":
+        if name not in ("rows_asked", "node_kept", "kept_length"):
             assert getattr(forest, name).dtype == np.int32, name
+    assert forest.node_kept is None and forest.kept_length == ()
     assert forest.rows_asked == sum(map(len, sequences))
     assert len(forest.token) == len(expected) == count_rows(arrays(sequences))
 
@@ -296,3 +297,73 @@ def test_split_refuses_a_question_without_candidates():
 def test_split_of_nothing():
     with pytest.raises(ValueError, match="no sequence"):
         split_to_fit([], 10)
+
+
+# Over kept prefixes
+
+KEPT = [[7] * 3, [7] * 5, [8, 9, 8, 9]]
+continuing = st.lists(
+    st.tuples(st.integers(-1, len(KEPT) - 1), st.lists(st.sampled_from([1, 2, 7]), min_size=1, max_size=7)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def check_continued(forest: Forest, sequences: list[list[int]], prefix: list[int]) -> None:
+    """Every sequence's path holds its own tokens, positions and predecessors behind those of its kept prefix."""
+    assert forest.rows_asked == sum(map(len, sequences)) and forest.kept_length == tuple(map(len, KEPT))
+    nodes = len(forest.node_start)
+    ends = forest.node_start + forest.node_length
+    assert ends.tolist() == [*forest.node_start[1:].tolist(), len(forest.token)]
+    assert forest.node.tolist() == np.repeat(np.arange(nodes), forest.node_length).tolist()
+    assert (forest.node_parent < np.arange(nodes)).all()
+    for parent, level, kept in zip(forest.node_parent, forest.node_level, forest.node_kept, strict=True):
+        assert level == (0 if parent < 0 else forest.node_level[parent] + 1)
+        assert kept == -1 or parent == -1
+    # Once for each prefix they continue.
+    assert len(forest.token) == len(
+        {
+            (chosen, tuple(sequence[:length]))
+            for sequence, chosen in zip(sequences, prefix, strict=True)
+            for length in range((len(KEPT[chosen]) if chosen >= 0 else 0) + 1, len(sequence) + 1)
+        }
+    )
+    for sequence, chosen, read in zip(sequences, prefix, forest.candidate_read, strict=True):
+        skipped = len(KEPT[chosen]) if chosen >= 0 else 0
+        rows = path_of(forest, int(forest.read_row[read]))
+        assert forest.token[rows].tolist() == sequence[skipped:]
+        assert forest.position[rows].tolist() == list(range(skipped, len(sequence)))
+        assert forest.node_kept[forest.node[rows[0]]] == chosen
+        assert forest.kept_prefix(int(forest.node[rows[-1]])) == chosen
+        before = [-2 - (3 * chosen + i) for i in range(3)] if chosen >= 0 else [-1] * 3
+        for at, row in enumerate(rows):
+            assert forest.predecessor[row].tolist() == [*before, *rows][: at + 3][:-4:-1]
+    for name in ("token", "position", "node", "predecessor", "node_start", "node_parent", "read_row"):
+        assert getattr(forest, name).dtype == np.int32, name
+
+
+@settings(max_examples=200, deadline=None)
+@given(continuing, st.data())
+def test_what_continues_kept_prefixes_is_a_tree_of_its_own(chosen, data):
+    prefix = [kept for kept, _ in chosen]
+    sequences = [[*(KEPT[kept] if kept >= 0 else []), *rest] for kept, rest in chosen]
+    forest = continue_forest(arrays(sequences), prefix, [len(kept) for kept in KEPT])
+    check_continued(forest, sequences, prefix)
+    for _ in range(2):
+        candidate = data.draw(st.integers(0, len(sequences) - 1))
+        skipped = len(KEPT[prefix[candidate]]) if prefix[candidate] >= 0 else 0
+        depth = data.draw(st.integers(skipped + 1, len(sequences[candidate])))
+        forest = forest.cut(candidate, depth)
+        check_continued(forest, sequences, prefix)
+        node = forest.node_at(candidate, depth - 1)
+        last = int(forest.node_start[node] + forest.node_length[node]) - 1
+        assert forest.position[last] == depth - 1
+        path = forest.path(node)
+        assert path[-1] == last
+        assert forest.token[path].tolist() == sequences[candidate][skipped:depth]
+
+
+def test_a_cut_where_a_node_ends_changes_nothing():
+    forest = build_forest(arrays([[1, 2, 3, 4], [1, 2, 5]]))
+    assert forest.cut(0, 2) is forest and forest.cut(1, 3) is forest
+    assert len(forest.cut(0, 3).node_start) == len(forest.node_start) + 1

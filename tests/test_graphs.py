@@ -282,3 +282,20 @@ def test_work_that_fails_is_logged_and_captures_go_on(caplog):
         graphs(row)
         graphs.wait_until_captured()
     assert graphs.counts["captures"] == 2 and "a mistake" in caplog.text
+
+
+def test_an_example_is_captured_in_the_place_of_the_inputs():
+    seen = []
+
+    def forward(row: Row) -> torch.Tensor:
+        seen.append(row.values.tolist())
+        return 2 * row.values
+
+    graphs = GraphedForward(forward, CPU, idle_seconds=0.01)
+    scores, replayed = graphs(Row.of(1, 2), Row.of(0, 0))
+    assert scores.tolist() == [2, 4] and not replayed
+    graphs.wait_until_captured()
+    # Run once for the answer; everything after it is the capture's.
+    assert seen[0] == [1, 2] and len(seen) > 1 and all(values == [0, 0] for values in seen[1:])
+    scores, replayed = graphs(Row.of(3, 4), Row.of(0, 0))
+    assert scores.tolist() == [6, 8] and replayed

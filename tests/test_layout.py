@@ -7,7 +7,7 @@ from decisions import question, text
 from jev.api import compile_request
 from test_engine import engine_of
 
-from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.forest import build_forest, continue_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.ops import plan_attention, plan_delta_rule
@@ -27,7 +27,7 @@ def tables(layout: Layout) -> dict[str, torch.Tensor]:
         name, value = field.name, getattr(layout, field.name)
         if isinstance(value, torch.Tensor):
             found[name] = value
-        else:
+        elif value is not None:
             found |= {f"{name}.{key}": part for key, part in value._asdict().items() if torch.is_tensor(part)}
     return found
 
@@ -43,11 +43,13 @@ def test_packing_keeps_every_table():
 
 
 def test_what_the_host_loops_over_stays_on_the_host():
-    layout = build_layout(build_forest(sequences()))
+    forest = continue_forest(sequences(), [0] * len(sequences()), [4])
+    layout = build_layout(forest, kept=[(1, np.arange(1, 5))], keep=[(0, 0, forest.path(0))])
     before, after = tables(layout), tables(layout.unpack(layout.pack()))
     stayed = {name for name, table in after.items() if table.data_ptr() == before[name].data_ptr()}
     blocks = ("block_query", "block_own", "block_range", "range_rows")
-    assert stayed == {"delta.step_start", "delta.step_kept"} | {
+    steps = ("step_start", "step_kept", "kept_source", "kept_target")
+    assert stayed == {f"delta.{name}" for name in steps} | {
         f"{plan}.{name}" for plan in ("attention", "read_attention") for name in blocks
     }
 

@@ -29,6 +29,8 @@ def tables(layout: Layout) -> dict[str, object]:
     found: dict[str, object] = {}
     for field in fields(layout):
         value = getattr(layout, field.name)
+        if value is None:
+            continue
         parts = {"": value} if isinstance(value, torch.Tensor) else value._asdict()
         found |= {f"{field.name}.{name}": part for name, part in parts.items()}
     return found

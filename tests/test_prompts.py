@@ -580,3 +580,42 @@ def test_an_error_from_the_host_passes_through(qwen):
 def test_no_chat_template(variant):
     with pytest.raises(ValueError, match="chat_template"):
         PromptEncoder(variant(chat_template=None), candidate_prompts)
+
+
+# What prompts say of their state
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests)
+def test_the_ids_about_a_state_are_those_of_every_prompt_about_it(encoder, qwen, records):
+    encoded = encoder.encode(records)
+    lengths = encoder.state_lengths(records, encoded)
+    for record, group, length in zip(records, encoded, lengths, strict=True):
+        assert 0 < length < min(map(len, group))
+        assert all(np.array_equal(row[:length], group[0][:length]) for row in group)
+        # Another question about the state has them too.
+        other = {**record, "question": "Something else entirely?"}
+        (again,) = encoder.encode([other])
+        (its_length,) = encoder.state_lengths([other], [again])
+        if "\nQuestion: " not in qwen.decode(group[0][:length]):
+            assert its_length == length and np.array_equal(again[0][:length], group[0][:length])
+
+
+def test_the_ids_about_a_state_end_where_its_question_begins(encoder, qwen):
+    records = example()
+    encoded = encoder.encode(records)
+    for group, length in zip(encoded, encoder.state_lengths(records, encoded), strict=True):
+        assert qwen.decode(group[0][:length]).endswith("Context:\nThe parcel is late. Refund me!\n\n")
+        assert qwen.decode(group[0][length:]).startswith("Question: ")
+
+
+def test_nothing_is_known_of_prompts_that_are_not_cut(qwen, variant, caplog):
+    def in_other_words(record):
+        return [prompt.replace("Question: ", "Asked: ") for prompt in candidate_prompts(record)]
+
+    records = example()
+    for encoder in (
+        PromptEncoder(qwen, in_other_words),
+        encoder_of(variant(add_bos), caplog, plain="post-processor"),
+    ):
+        assert encoder.state_lengths(records, encoder.encode(records)) == [0] * len(records)

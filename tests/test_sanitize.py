@@ -21,7 +21,7 @@ def test_every_op_has_cases_that_run():
 
 
 def test_the_delta_rules_case_has_levels_chunks_and_padding():
-    ((_, call),) = ((name, call) for name, call in sanitize.tree_cases("cpu") if name == "delta_rule")
+    call = dict(sanitize.tree_cases("cpu"))["delta_rule"]
     *given, plan = call.args
     lengths, sources, targets = plan.node[:, 1].tolist(), plan.node[:, 2].tolist(), plan.node[:, 3].tolist()
     # Roots, nodes that are handed a state, nodes that hand one on, nodes that do both; one row, two chunks, none.
@@ -35,6 +35,16 @@ def test_the_delta_rules_case_has_levels_chunks_and_padding():
     assert 0 in plan.node_chunk[:, 1].tolist()
     assert len(given[0]) == sum(lengths) + 5
     assert torch.isfinite(call()[: sum(lengths)].float()).all()
+
+
+def test_the_delta_rules_kept_states_are_read_and_written_by_every_kind_of_node():
+    call = dict(sanitize.tree_cases("cpu"))["delta_rule, kept states"]
+    *_, plan, kept = call.args
+    node = plan.node
+    assert ((node[:, 5] > 0) & (node[:, 6] > 0)).any()
+    assert ((node[:, 3] >= 0) & (node[:, 6] > 0)).any() and ((node[:, 3] < 0) & (node[:, 6] > 0)).any()
+    assert torch.isfinite(call()[: int(node[:, 1].sum())].float()).all()
+    assert [bool(state.any()) for state in kept] == [True, False, True, True]
 
 
 def test_attentions_cases_reach_every_kernel_and_both_numbers_of_warpgroups():

@@ -53,15 +53,15 @@ class Run:
     def first_tokens(self) -> set[int]:
         return {int(sequence[0]) for sequence in self.sequences}
 
-    def end(self, error: BaseException | None = None) -> None:
-        self.error = error
+    def end(self, error: BaseException | None = None, reused: int = 0) -> None:
+        self.error, self.reused = error, reused
         self._ends.set()
 
     def wait(self) -> Outcome:
         assert self._ends.wait(SECONDS), "the test never ended this forward"
         if self.error is not None:
             raise self.error
-        return Outcome(self.scores, count_rows(self.sequences), False)
+        return Outcome(self.scores, count_rows(self.sequences) - self.reused, False, self.reused)
 
 
 class FakeDevice:
@@ -667,7 +667,8 @@ def test_a_full_queue_refuses():
     bench.close()
 
 
-def test_a_queue_full_of_rows_refuses_and_says_when_to_come_back():
+@pytest.mark.parametrize("reused", [0, 140])
+def test_a_queue_full_of_rows_refuses_and_says_when_to_come_back(reused):
     clock = Clock()
     bench = Bench(most_rows=100, clock=clock)
     # More than fits, but nobody else is there.
@@ -677,9 +678,9 @@ def test_a_queue_full_of_rows_refuses_and_says_when_to_come_back():
     error = refused.exception(SECONDS)
     assert isinstance(error, Unavailable) and error.headers == {"Retry-After": "1"}
     clock.now += 15.0
-    running.end()
+    running.end(reused=reused)
     good(large, tokens(0, 150))
-    # 10 rows a second so far: 60 rows take 6 seconds.
+    # 10 rows a second so far, computed or reused: 60 rows take 6 seconds.
     held = bench.ask(tokens(2000, 60))
     running = bench.device.next()
     fits = bench.ask(tokens(3000, 40))

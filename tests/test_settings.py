@@ -60,6 +60,22 @@ def test_access_log():
     assert Settings.read({"OPENJEV_FAST_ACCESS_LOG": "/tmp/a log"}) == Settings(access_log="/tmp/a log")
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("0", 0), ("123", 123), ("2GiB", 2 << 30), (" 512 MiB ", 512 << 20), ("1KiB", 1024), ("1TiB", 1 << 40)],
+)
+def test_bytes_of_kept_prefixes(value, expected):
+    assert Settings.read({"OPENJEV_FAST_PREFIX_BYTES": value}) == Settings(prefix_bytes=expected)
+    assert Settings.read({}).prefix_bytes == Settings().prefix_bytes == 0
+
+
+@pytest.mark.parametrize("value", ["2GB", "2G", "-1", "1.5GiB", "GiB", "many", "²", "1" * 16])
+def test_bytes_that_are_no_number_of_bytes(value):
+    with pytest.raises(BackendError, match="OPENJEV_FAST_PREFIX_BYTES must be a whole number") as caught:
+        Settings.read({"OPENJEV_FAST_PREFIX_BYTES": value})
+    assert repr(value) in str(caught.value)
+
+
 def test_warmup():
     assert Settings.read({}).warmup is None
     assert Settings.read({"OPENJEV_FAST_WARMUP": ""}).warmup is None

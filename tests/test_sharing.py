@@ -413,6 +413,7 @@ def test_metrics_are_those_of_one_model(tiny_checkpoint, shared_engine):
 def test_graphs_and_device_memory_are_counted(monkeypatch):
     packed = PackedForward.__new__(PackedForward)
     packed.weights = SimpleNamespace(device=torch.device("cuda", 0))
+    packed.prefixes = None
     packed.graphs = SimpleNamespace(counts={"replays": 3, "captures": 2, "evictions": 1}, held_bytes=5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)

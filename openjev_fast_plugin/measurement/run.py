@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ def take_over(model: Any, mode: str) -> Any:
     if mode in ORIGINALS:
         return model
     try:
-        return accelerate(model, mode, Settings.read())
+        # Every case is asked again and again: of a kept prefix the first time alone would be seen.
+        return accelerate(model, mode, replace(Settings.read(), prefix_bytes=0))
     except BackendError as error:
         raise UsageError(
             f"mode {mode} cannot be timed: {error}\nleave it out by naming the others with --mode"

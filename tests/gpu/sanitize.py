@@ -80,6 +80,11 @@ def tree_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
         node_slots=plan.node_slots + 1,
     )
     yield "delta_rule", partial(ops.delta_rule, *given, plan)
+    # The second root starts from a kept state; it, a node with children and a leaf leave one each.
+    sources, targets = np.array([[6, 1]]), np.array([[6, 2], [1, 0], [2, 3]])
+    plan = ops.plan_delta_rule(*tree.nodes, 64, where, sources, targets)
+    kept = torch.zeros(4, profile.value_heads, profile.value_dim, profile.key_dim, device=where)
+    yield "delta_rule, kept states", partial(ops.delta_rule, *given, plan, kept)
 
     # Heads of 256 run on wgmma where the device has it: 10 queries of 6 heads are one warpgroup, 21 are two. Rows next
     # to a path's may be read, so the last two hold values; a copy of 8 rows still reaches past the end.

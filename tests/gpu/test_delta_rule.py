@@ -244,3 +244,178 @@ def test_heads_that_do_not_divide_are_refused():
     given = [q[:, :5].contiguous(), k[:, :5].contiguous(), v, g, beta]
     with pytest.raises(RuntimeError, match="heads of v must be a multiple of those of q, found 48 and 5"):
         delta_rule(*given, plan_of(Tree.of((9, -1))))
+
+
+# States that are kept from one call to the next
+
+KEPT_LENGTHS = [1, 15, 16, 17, 63, 64, 65, 4096]
+NONE = np.empty((0, 2), dtype=np.int64)
+
+
+def pairs(*of: tuple[int, int]) -> np.ndarray:
+    return np.array(of, dtype=np.int64)
+
+
+def kept_states(slots: int, heads: int = 48) -> torch.Tensor:
+    """States no sequence has, transposed [slots, HV, V, K]."""
+    draw = torch.Generator("cuda").manual_seed(slots)
+    return torch.randn(slots, heads, 128, 128, device=CUDA, generator=draw)
+
+
+def run_kept(
+    given: Inputs,
+    tree: Tree,
+    kept: torch.Tensor,
+    source: np.ndarray = NONE,
+    target: np.ndarray = NONE,
+) -> torch.Tensor:
+    plan = plan_delta_rule(*tree.nodes, None, CUDA, source, target)
+    # Twice, into memory that held NaN: no state may depend on what a call before has left.
+    before = kept.clone()
+    delta_rule(*given, plan, kept).fill_(torch.nan)
+    left = kept.clone()
+    kept.copy_(before)
+    output = delta_rule(*given, plan, kept)
+    torch.cuda.synchronize()
+    assert torch.equal(kept, left)
+    return output
+
+
+def rows_of(given: Inputs, rows: slice) -> Inputs:
+    return [x[rows].contiguous() for x in given]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rows", KEPT_LENGTHS)
+@pytest.mark.parametrize("first", [1, 64, 77])
+def test_a_sequence_goes_on_from_a_kept_state(rows, decay, first):
+    given, kept = inputs(first + rows, decay), kept_states(4)
+    others = kept.clone()
+    begun = run_kept(rows_of(given, slice(first)), Tree.of((first, -1)), kept, target=pairs((0, 2)))
+    assert torch.equal(kept[[0, 1, 3]], others[[0, 1, 3]])
+    state = kept[2].clone()
+    rest = run_kept(
+        rows_of(given, slice(first, None)), Tree.of((rows, -1)), kept, pairs((0, 2)), pairs((0, 0))
+    )
+    assert torch.equal(kept[[1, 3]], others[[1, 3]]) and torch.equal(kept[2], state)
+    found = torch.cat([begun, rest])
+    # A state handed to a child in one launch is the same float32 numbers.
+    split = split_sequence(first + rows, first)
+    assert torch.equal(found, run(given, plan_of(split)))
+    whole, sequence = run(given, plan_of(Tree.of((first + rows, -1)))), Tree.of((first + rows, -1))
+    # Where a sequence is split moves its roundings.
+    assert relative_l2(found, whole) <= 6e-3
+    expected = kept_states(4)
+    assert_follows(found, delta_rule_ref(*given, *split.nodes, CHUNK, NONE, pairs((0, 2), (1, 0)), expected))
+    for slot in (0, 2):
+        assert relative_l2(kept[slot], expected[slot]) <= FOLLOWS_FAR, slot
+        worst = (kept[slot] - expected[slot]).abs().max()
+        assert worst <= 0.04 * expected[slot].abs().max(), slot
+    # The state after all rows, whether the rows before were computed in the same call or not.
+    once = kept_states(4)
+    run_kept(given, split, once, target=pairs((0, 2), (1, 0)))
+    assert torch.equal(once[[0, 2]], kept[[0, 2]])
+    run_kept(given, sequence, once, target=pairs((0, 1)))
+    assert relative_l2(once[1], kept[0]) <= 6e-3
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("key_heads, groups", [(16, 3), (16, 1), (3, 5)])
+def test_roots_with_and_without_a_kept_state_in_one_forest(key_heads, groups, decay):
+    tree = Tree.of((70, -1), (3, -1), (20, -1), (130, -1), (64, -1), (5, 0), (9, 2), (2, 3), (65, 3), (1, 8))
+    source, target = pairs((2, 3), (3, 0), (4, 3)), pairs((0, 1), (3, 4), (8, 5), (9, 6))
+    given = inputs(tree.rows, decay, key_heads, groups)
+    kept, expected = (kept_states(7, key_heads * groups) for _ in range(2))
+    found = run_kept(given, tree, kept, source, target)
+    assert_follows(found, delta_rule_ref(*given, *tree.nodes, CHUNK, source, target, expected))
+    for slot in range(7):
+        if slot in target[:, 1]:
+            assert relative_l2(kept[slot], expected[slot]) <= FOLLOWS, slot
+        else:
+            assert torch.equal(kept[slot], expected[slot]), slot
+    without = run(given, plan_of(tree))
+    for node, (start, length) in enumerate(zip(tree.start, tree.length, strict=True)):
+        rows = slice(start, start + length)
+        # What decays fast is gone at the end of a root.
+        if decay == "slow" or node in (0, 1, 2, 3, 4, 5):
+            assert torch.equal(found[rows], without[rows]) == (node in (0, 1, 5)), node
+
+
+def test_kept_states_that_nobody_names_change_nothing():
+    tree = TREES["chunk_edges"]
+    given, kept = inputs(tree.rows), kept_states(2)
+    nowhere = np.stack([np.arange(len(tree.length)), np.full(len(tree.length), -1)], axis=1)
+    for target in (NONE, nowhere):
+        assert torch.equal(run_kept(given, tree, kept, target=target), run(given, plan_of(tree)))
+        assert torch.equal(kept, kept_states(2))
+
+
+def test_many_blocks_start_from_and_leave_kept_states():
+    """More blocks than run at once, of which many share one kept state and as many leave one each."""
+    tree = Tree.of(*[(1 + i % 70, -1) for i in range(60)], *[(1 + i % 3, i) for i in range(60)])
+    source = np.stack([np.arange(60), np.arange(60) % 2], axis=1)
+    target = np.stack([np.arange(60, 120), 2 + np.arange(60)], axis=1)
+    given, kept, expected = inputs(tree.rows), kept_states(62), kept_states(62)
+    first = run_kept(given, tree, kept, source, target)
+    assert_follows(first, delta_rule_ref(*given, *tree.nodes, CHUNK, source, target, expected))
+    left = kept.clone()
+    assert relative_l2(left[2:], expected[2:]) <= FOLLOWS and torch.equal(left[:2], expected[:2])
+    for _ in range(20):
+        assert torch.equal(run_kept(given, tree, kept, source, target), first) and torch.equal(kept, left)
+
+
+def test_graph_replay_takes_other_kept_slots():
+    tree = Tree.of((20, -1), (30, -1), (9, 0))
+    static, kept = inputs(tree.rows), kept_states(5)
+    plan = plan_delta_rule(*tree.nodes, None, CUDA, pairs((0, 1)), pairs((1, 2)))
+    delta_rule(*static, plan, kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = delta_rule(*static, plan, kept)
+    cases = (
+        (pairs((0, 1)), pairs((1, 2))),
+        (pairs((0, 4), (1, 1)), pairs((0, 3), (2, 0))),
+        (NONE, NONE),
+    )
+    for seed, (source, target) in enumerate(cases):
+        for to, x in zip(static, inputs(tree.rows, ("slow", "fast")[seed % 2]), strict=True):
+            to.copy_(x)
+        plan.node.copy_(plan_delta_rule(*tree.nodes, None, CUDA, source, target).node)
+        kept.copy_(kept_states(5))
+        captured.fill_(torch.nan)
+        graph.replay()
+        replayed, left = captured.clone(), kept.clone()
+        kept.copy_(kept_states(5))
+        assert torch.equal(replayed, run_kept(static, tree, kept, source, target))
+        assert torch.equal(left, kept)
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 128), (torch.bfloat16, 64)])
+def test_kept_states_of_the_portable_implementation(dtype, dim):
+    tree = TREES["two_roots"]
+    q, k, v, g, beta = inputs(tree.rows)
+    given = [*(x[..., :dim].to(dtype).contiguous() for x in (q, k, v)), g, beta]
+    kept, expected = (kept_states(3)[..., :dim, :dim].contiguous() for _ in range(2))
+    source, target = pairs((0, 2)), pairs((1, 0))
+    plan = plan_delta_rule(*tree.nodes, CHUNK, CUDA, source, target)
+    found = delta_rule(*given, plan, kept)
+    wanted = delta_rule_ref(*given, *tree.nodes, CHUNK, source, target, expected)
+    assert relative_l2(found, wanted) < (1e-4 if dtype is torch.float32 else 1e-2)
+    assert relative_l2(kept, expected) < (1e-4 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda kept: kept[:, :47].contiguous(), r"delta_rule: kept must have shape \[3, 48, 128, 128\]"),
+        (lambda kept: kept.bfloat16(), "kept must be Float, it is BFloat16"),
+        (lambda kept: kept.transpose(2, 3), "kept must be contiguous"),
+        (lambda kept: kept.cpu(), "kept must be on"),
+        (lambda kept: kept[0], "kept must have"),
+    ],
+)
+def test_kept_states_are_refused_by_name(change, message):
+    given, tree = inputs(9), Tree.of((9, -1))
+    plan = plan_delta_rule(*tree.nodes, None, CUDA, pairs((0, 1)))
+    with pytest.raises(RuntimeError, match=message):
+        delta_rule(*given, plan, change(kept_states(3)))
