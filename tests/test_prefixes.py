@@ -450,7 +450,9 @@ class Graphs:
 def test_what_is_captured_keeps_nothing(weights, held, monkeypatch):
     # Compiled code lays out what has no prefixes.
     plain_layout = []
-    monkeypatch.setattr(engine_module, "pack_layout", lambda *given, **_: plain_layout.append(given))
+    monkeypatch.setattr(
+        engine_module.packed_layout, "pack_layout", lambda *given, **_: plain_layout.append(given)
+    )
     packed = packed_of(weights)
     packed.graphs, packed._thread = Graphs(weights, held), None
     packed.start(packed.prepare(*about(STATES[0], (1, 5))))()
