@@ -233,6 +233,8 @@ class GraphedForward(CapturedGraphs[InputsT]):
                         self._wanted.popitem(last=False)
                 if self._wanted or self._work_left:
                     self._start_capturing()
+                    # What was asked for often is due, however long the device is not going to be idle.
+                    self._changed.notify_all()
         return scores, replayed is not None
 
     def eager(self, inputs: InputsT) -> torch.Tensor:
@@ -299,7 +301,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
                     return
                 key = self._due()
                 if key is None:
-                    self._changed.wait(max(self._last_use + self._idle_seconds - time.monotonic(), 1e-3))
+                    self._changed.wait(max(self._next_look() - time.monotonic(), 1e-3))
                     continue
                 inputs = None if key is _WORK else self._wanted.pop(key)[0]
                 self._work_left = self._work_left and inputs is not None
@@ -325,6 +327,12 @@ class GraphedForward(CapturedGraphs[InputsT]):
             return None
         often = (key for key, (_, asked) in reversed(self._wanted.items()) if asked >= self._often)
         return next(often, None)
+
+    def _next_look(self) -> float:
+        """When something may be due of which nothing is now; called with `_changed` held."""
+        idle = self._last_use + self._idle_seconds
+        often = any(asked >= self._often for _, asked in self._wanted.values())
+        return min(idle, self._resting_until) if often else idle
 
     def _work(self) -> None:
         """A piece of the idle work; the shapes whose graphs it has outdated are wanted again."""

@@ -143,6 +143,28 @@ def test_a_shape_is_captured_once_however_often_it_is_asked_to():
     assert graphs(Row.of(3)) == (torch.tensor([6.0]), True)
 
 
+def test_what_is_asked_for_often_is_captured_on_a_device_that_is_never_idle():
+    graphs = GraphedForward(doubled, CPU, idle_seconds=1000.0, often=3)
+    often, seldom = Row.of(1, 2), Row.of(1)
+    graphs(seldom)
+    # The capturing thread has looked, found nothing due, and waits for an idle device.
+    time.sleep(0.05)
+    for _ in range(3):
+        assert graphs(often)[1] is False
+    end = time.monotonic() + 10.0
+    while not graphs.counts["captures"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert graphs(often)[1] is True
+    # It has rested by then, and no more of it is waited for.
+    time.sleep(0.05)
+    for _ in range(3):
+        graphs(seldom)
+    while graphs.counts["captures"] < 2:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 class Doubling:
     """Idle work of some steps, after each of which forwards of one size double once more."""
 

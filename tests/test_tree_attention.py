@@ -50,6 +50,13 @@ def test_every_row_sees_its_path_and_nothing_else(name):
     assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
+def test_no_queries():
+    tree, none = TREES["example"], np.arange(0)
+    found, expected = run(inputs(0, tree.rows), tree, none)
+    assert found.shape == expected.shape == (0, 64)
+    assert plan_attention(*tree.nodes, none, none, CPU).tile.shape == (0, 4)
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_some_rows_as_queries(name):
     tree = TREES[name]

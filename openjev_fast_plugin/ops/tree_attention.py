@@ -207,8 +207,9 @@ def _plan_tiles(
     begins[::tile_queries] = True
     begins[1:] |= query_node[1:] != query_node[:-1]
     cuts = np.flatnonzero(begins).tolist()
-    nodes, last_rows = query_node[cuts].tolist(), query_row[np.array([*cuts[1:], total]) - 1].tolist()
+    nodes = query_node[cuts].tolist()
     cuts.append(total)
+    last_rows = query_row[np.array(cuts[1:], dtype=np.int64) - 1].tolist()
     run = 0
     tile: list[tuple[int, int, int, int]] = []
     tile_range: list[tuple[int, int, int, int]] = []

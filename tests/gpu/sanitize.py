@@ -48,6 +48,9 @@ def product_cases(device: str = "cuda") -> Iterator[tuple[str, Callable]]:
         for features, columns in ((200, 192), (400, 1536)):
             x, weight = normal(rows, columns, device=device), normal(features, columns, device=device)
             for op in (ops.linear, ops.linear_silu_mul, ops.linear_update):
+                if op is ops.linear_silu_mul and features == 200:
+                    # The kernel does not take it, and initcheck does not see what cuBLAS stores for the activation.
+                    continue
                 yield f"{op.__name__}, {rows} rows, {features} x {columns}", partial(op, x, weight)
 
 
