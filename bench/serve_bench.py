@@ -12,6 +12,8 @@ table and writes results/<device>/serve.json. Beside what the clients saw, a row
   inference_p50_ms   what the server says of an answer: from the request's prompts to its scores, waiting included
   forward_p50_ms     of that, the forward alone (modes of the plugin that say so)
   overhead_p50_ms    what a client waited beyond its forward; with one client nobody else is in it
+  forward_requests   requests that shared a request's forward, itself included, on average
+  replayed           the share of forwards that were replays of a captured graph (on a GPU), counted per request
 
 Modes: a backend's name, torch being the original without and fla with flash-linear-attention, and after a colon the
 numbers of clients, where they are not those of --clients.
@@ -78,18 +80,27 @@ def longest_prompt(url: str) -> Callable[[dict[str, Any]], int]:
 
 
 def said(level: load.Level) -> dict[str, float | None]:
-    """What the server's answers say of themselves, in milliseconds; None for what they do not say."""
-    inference, forward, overhead = [], [], []
+    """What the server's answers say of themselves, times in milliseconds; None for what they do not say."""
+    inference, forward, overhead, requests, forwards, replays = [], [], [], [], 0, 0
     for seconds, answer in zip(level.latencies, level.answers, strict=True):
         metadata = json.loads(answer)["metadata"]
         if "inference_seconds" in metadata:
             inference.append(1e3 * metadata["inference_seconds"])
-        took = metadata.get("backend", {}).get("forward_ms")
+        backend = metadata.get("backend", {})
+        took = backend.get("forward_ms")
         if took is not None:
             forward.append(took)
             overhead.append(1e3 * seconds - took)
-    found = {"inference_p50_ms": inference, "forward_p50_ms": forward, "overhead_p50_ms": overhead}
-    return {name: round(statistics.median(each), 3) if each else None for name, each in found.items()}
+            requests.append(backend["shared_with"] + 1)
+        if "graph_replays" in backend:
+            forwards += backend["forwards"]
+            replays += backend["graph_replays"]
+    medians = {"inference_p50_ms": inference, "forward_p50_ms": forward, "overhead_p50_ms": overhead}
+    return {
+        **{name: round(statistics.median(each), 3) if each else None for name, each in medians.items()},
+        "forward_requests": round(statistics.fmean(requests), 2) if requests else None,
+        "replayed": round(replays / forwards, 3) if forwards else None,
+    }
 
 
 def scaled(found: list[dict[str, Any]]) -> None:
@@ -142,10 +153,14 @@ def render(found: list[dict[str, Any]]) -> str:
     lines = [
         f"{'case':<20}{'mode':<7}{'pass':>5}{'clients':>8}{'requests':>9}{'errors':>7}{'rps':>9}"
         f"{'x one':>7}{'p50 ms':>10}{'p95 ms':>10}{'p99 ms':>10}{'forward':>10}{'overhead':>10}"
+        f"{'shared':>8}{'replayed':>10}"
     ]
-    widths = {"times_one_client": 7} | dict.fromkeys(
-        ("p50_ms", "p95_ms", "p99_ms", "forward_p50_ms", "overhead_p50_ms"), 10
-    )
+    widths = {
+        "times_one_client": 7,
+        **dict.fromkeys(("p50_ms", "p95_ms", "p99_ms", "forward_p50_ms", "overhead_p50_ms"), 10),
+        "forward_requests": 8,
+        "replayed": 10,
+    }
     for row in found:
         times = "".join(
             f"{'' if row[key] is None else format(row[key], '.2f'):>{width}}" for key, width in widths.items()

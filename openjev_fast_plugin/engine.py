@@ -37,6 +37,8 @@ from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
+# What several requests make together has many more sizes; a graph costs more than some rows (bench/LOG.md).
+SHARED_BUCKET = Bucket(rows=32, nodes=16, reads=16)
 MEMINFO = Path("/proc/meminfo")
 
 # A request of more rows is cut into several forwards, between which others get their turn, where that repeats little.
@@ -82,11 +84,12 @@ class PackedForward:
         prefixes: PrefixCache | None = None,
     ):
         self.weights, self.prefixes = weights, prefixes
-        self.bucket = Bucket()
+        # Of one request's forward, and of one that several share.
+        self.bucket = self.shared_bucket = Bucket()
         self.graphs: GraphedForward[Layout | PackedLayout] | None = None
         if not portable:
             # No op synchronises, so a forward can be captured.
-            self.bucket = CUDA_BUCKET
+            self.bucket, self.shared_bucket = CUDA_BUCKET, SHARED_BUCKET
             run = (
                 partial(forward, weights)
                 if prefixes is None
@@ -101,20 +104,25 @@ class PackedForward:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="openjev-fast")
 
     def prepare(
-        self, sequences: list[np.ndarray], roots: list[np.ndarray | None] | None = None
+        self,
+        sequences: list[np.ndarray],
+        roots: list[np.ndarray | None] | None = None,
+        *,
+        shared: bool = False,
     ) -> Layout | PackedLayout | Planned:
         portable = self.graphs is None
+        bucket = self.shared_bucket if shared else self.bucket
         few = few_queries_for(self.weights.device, self.weights.shapes.heads)
         plan = None if self.prefixes is None or roots is None else self.prefixes.plan(sequences, roots)
         if plan is not None and roots is not None:
             kept = [(prefix.place, prefix.rows) for prefix in plan.used]
             keep = [(node, *path) for node, path in zip(plan.node, plan.path, strict=True)]
-            layout = build_layout(plan.forest, self.bucket, portable, few, kept, keep)
-            return Planned(sequences, roots, plan, layout)
+            layout = build_layout(plan.forest, bucket, portable, few, kept, keep)
+            return Planned(sequences, roots, shared, plan, layout)
         if portable:
-            return build_layout(build_forest(sequences), self.bucket, few_queries=few)
+            return build_layout(build_forest(sequences), bucket, few_queries=few)
         pinned = self.weights.device.type == "cuda"
-        return packed_layout.pack_layout(sequences, self.bucket, few, pinned)
+        return packed_layout.pack_layout(sequences, bucket, few, pinned)
 
     def count_rows(self, sequences: list[np.ndarray]) -> int:
         """What these sequences take by themselves, not rounded up: `forest.count_rows`."""
@@ -127,7 +135,7 @@ class PackedForward:
             if self.prefixes.current(prepared.plan):
                 return self._start_planned(prepared, self.prefixes)
             # What it was to start from has been let go of since, or what it was to compute has been kept.
-            prepared = self.prepare(prepared.sequences, prepared.roots)
+            prepared = self.prepare(prepared.sequences, prepared.roots, shared=prepared.shared)
         return self._start(prepared)
 
     def _start_planned(self, planned: Planned, prefixes: PrefixCache) -> Callable[[], Outcome]:

@@ -9,9 +9,11 @@ no thread. What else makes forwards faster when the device is idle is `IdleWork`
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +28,9 @@ _log = logging.getLogger("openjev_fast")
 # What is due when no shape is: a piece of the idle work.
 _WORK: tuple[Any, ...] = ()
 # A busy device rests from capturing this many times as long as the last capture took.
-_REST = 9
+_REST = 3
+# How long the end of the process waits for a capture, or a piece of idle work, that is under way.
+_LAST_SECONDS = 30.0
 
 
 class Inputs(Protocol):
@@ -205,6 +209,9 @@ class GraphedForward(CapturedGraphs[InputsT]):
         self._changed = threading.Condition()
         self._last_use = time.monotonic()
         self._capturing: threading.Thread | None = None
+        self._closed = False
+        # Bound to no `self`, which is freed as soon as nobody has it.
+        atexit.register(_close, weakref.ref(self))
 
     def __call__(self, inputs: InputsT, example: InputsT | None = None) -> tuple[torch.Tensor, bool]:
         """Scores [C] of inputs on the host, and whether a graph was replayed.
@@ -283,19 +290,33 @@ class GraphedForward(CapturedGraphs[InputsT]):
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
 
+    def close(self) -> None:
+        """Capture nothing any more, and wait for what is under way.
+
+        The end of a process does this: a thread that is inside CUDA while the interpreter goes away aborts.
+        """
+        with self._changed:
+            self._closed = True
+            self._wanted.clear()
+            self._work_left = False
+            capturing = self._capturing
+            self._changed.notify_all()
+        if capturing is not None:
+            capturing.join(_LAST_SECONDS)
+
     def _outdated(self, captured: _Captured) -> bool:
         return self._idle_work is not None and self._idle_work.state(captured.inputs) != captured.state
 
     def _start_capturing(self) -> None:
         """Make sure a thread is at work on the wanted shapes; called with `_changed` held."""
-        if self._capturing is None:
+        if self._capturing is None and not self._closed:
             self._capturing = threading.Thread(target=self._capture_when_idle, daemon=True)
             self._capturing.start()
 
     def _capture_when_idle(self) -> None:
         while True:
             with self._changed:
-                if not self._wanted and not self._work_left:
+                if self._closed or (not self._wanted and not self._work_left):
                     self._capturing = None
                     self._changed.notify_all()
                     return
@@ -353,6 +374,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
             self._work_left |= done
             for key, inputs in outdated.items():
                 self._wanted.setdefault(key, (inputs, 0))
+
+
+def _close(graphs: weakref.ref[GraphedForward]) -> None:
+    if (still := graphs()) is not None:
+        still.close()
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

@@ -147,6 +147,7 @@ class Planned:
 
     sequences: list[np.ndarray]
     roots: list[np.ndarray | None]
+    shared: bool
     plan: Plan
     layout: Layout
 

@@ -59,10 +59,16 @@ class Outcome:
 class Device(Protocol):
     """Runs one forward at a time."""
 
-    def prepare(self, sequences: list[np.ndarray], roots: list[np.ndarray | None] | None = None) -> Any:
+    def prepare(
+        self,
+        sequences: list[np.ndarray],
+        roots: list[np.ndarray | None] | None = None,
+        *,
+        shared: bool = False,
+    ) -> Any:
         """Everything of a forward that needs no device; another forward may be running.
 
-        roots: of each sequence, where any request gave them.
+        roots: of each sequence, where any request gave them. shared: they are several requests'.
         """
 
     def start(self, prepared: Any) -> Callable[[], Outcome]:
@@ -352,7 +358,8 @@ class Scheduler:
                 continue
             sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
             try:
-                packed = _Packed(tickets, waiting, last, self._device.prepare(sequences, *_roots(tickets)))
+                prepared = self._device.prepare(sequences, *_roots(tickets), shared=len(tickets) > 1)
+                packed = _Packed(tickets, waiting, last, prepared)
             except Exception as error:
                 packed = _Packed(tickets, waiting, last, error=error)
 

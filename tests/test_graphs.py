@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,3 +324,35 @@ def test_an_example_is_captured_in_the_place_of_the_inputs():
     assert seen[0] == [1, 2] and len(seen) > 1 and all(values == [0, 0] for values in seen[1:])
     scores, replayed = graphs(Row.of(3, 4), Row.of(0, 0))
     assert scores.tolist() == [6, 8] and replayed
+
+
+# In a process of its own, which ends while a capture is under way.
+ENDING = """
+import sys, threading, time
+sys.path.insert(0, {folder!r})
+import pytest, torch
+from recorded import record_instead_of_capture
+from openjev_fast_plugin.graphs import CapturedGraphs, GraphedForward
+from test_graphs import Row, doubled
+
+record_instead_of_capture(pytest.MonkeyPatch())
+record, begun = CapturedGraphs._captured, threading.Event()
+
+def captured(self, inputs):
+    begun.set()
+    time.sleep(0.5)
+    print("captured", inputs.rows, flush=True)
+    return record(self, inputs)
+
+CapturedGraphs._captured = captured
+graphs = GraphedForward(doubled, torch.device("cpu"), idle_seconds=0.2)
+graphs(Row.of(1))
+graphs(Row.of(1, 2))
+begun.wait()
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_capture_under_way_and_for_no_other():
+    script = ENDING.format(folder=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "captured 2\n", "")

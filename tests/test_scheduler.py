@@ -70,12 +70,14 @@ class FakeDevice:
     def __init__(self) -> None:
         self.runs: queue.Queue[Run] = queue.Queue()
         self.prepared: queue.Queue[set[int]] = queue.Queue()
+        self.shared: list[bool] = []
         self.running = 0
         self.released = 0
         self.fail_prepare: Callable[[list[np.ndarray]], None] = lambda sequences: None
         self.fail_start: Callable[[list[np.ndarray]], None] = lambda sequences: None
 
-    def prepare(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def prepare(self, sequences: list[np.ndarray], *, shared: bool) -> list[np.ndarray]:
+        self.shared.append(shared)
         self.prepared.put({int(sequence[0]) for sequence in sequences})
         self.fail_prepare(sequences)
         return sequences
@@ -241,6 +243,7 @@ def test_who_arrives_during_a_forward_shares_the_next(bench):
     # The first is answered although nobody has ended the second forward.
     assert good(first, tokens(0)).requests == 1
     assert shared.first_tokens() == {100, 200, 300} and len(shared.sequences) == 6
+    assert bench.device.shared[:2] == [False, False] and bench.device.shared[-1] is True
     shared.end()
     for n, future in enumerate(others, 1):
         scored = good(future, tokens(100 * n), tokens(100 * n, 5))

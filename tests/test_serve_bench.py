@@ -28,21 +28,30 @@ def level(**answers_by_milliseconds) -> load.Level:
 
 def test_what_answers_say_of_themselves():
     three = level(
-        ms10={"inference_seconds": 0.008, "backend": {"forward_ms": 7.0}},
-        ms20={"inference_seconds": 0.016, "backend": {"forward_ms": 15.0}},
-        ms30={"inference_seconds": 0.028, "backend": {"forward_ms": 29.0}},
+        ms10={"inference_seconds": 0.008, "backend": {"forward_ms": 7.0, "shared_with": 0}},
+        ms20={"inference_seconds": 0.016, "backend": {"forward_ms": 15.0, "shared_with": 3}},
+        ms30={"inference_seconds": 0.028, "backend": {"forward_ms": 29.0, "shared_with": 0}},
     )
     # The overhead is that of each request: not 20 - 15.
     assert serve_bench.said(three) == {
         "inference_p50_ms": 16.0,
         "forward_p50_ms": 15.0,
         "overhead_p50_ms": 3.0,
+        "forward_requests": 2.0,
+        "replayed": None,
     }
+    two = level(
+        ms10={"backend": {"forward_ms": 7.0, "shared_with": 1, "forwards": 1, "graph_replays": 1}},
+        ms20={"backend": {"forward_ms": 15.0, "shared_with": 1, "forwards": 3, "graph_replays": 0}},
+    )
+    assert serve_bench.said(two)["replayed"] == 0.25
     original = level(ms10={"inference_seconds": 0.008})
     assert serve_bench.said(original) == {
         "inference_p50_ms": 8.0,
         "forward_p50_ms": None,
         "overhead_p50_ms": None,
+        "forward_requests": None,
+        "replayed": None,
     }
     assert set(serve_bench.said(load.Level()).values()) == {None}
 
@@ -131,6 +140,7 @@ def test_a_run_writes_every_figure(tiny_checkpoint, monkeypatch):
     assert original["forward_p50_ms"] is None
     for row in (alone, together):
         assert 0 < row["forward_p50_ms"] < row["p50_ms"]
+    assert alone["forward_requests"] == 1.0 < together["forward_requests"] <= 4.0
     # What one client waits beyond its forward, to the rounding of two medians.
     assert 0 < alone["overhead_p50_ms"] < alone["p50_ms"]
     assert alone["times_one_client"] == 1.0 and together["times_one_client"] > 0

@@ -18,7 +18,7 @@ from jev.model import DecisionModel
 
 from openjev_fast_plugin import engine as engine_module
 from openjev_fast_plugin import weights as model_weights
-from openjev_fast_plugin.engine import FastEngine, PackedForward, Scores
+from openjev_fast_plugin.engine import CUDA_BUCKET, SHARED_BUCKET, FastEngine, PackedForward, Scores
 from openjev_fast_plugin.exchange import ClientGone, Unavailable, answering
 from openjev_fast_plugin.scheduler import DeviceBroken
 from openjev_fast_plugin.settings import Settings
@@ -432,3 +432,21 @@ def test_rows_of_a_forward_are_those_of_its_forest(shared_engine):
     sequences = [np.array([1, 2, 3], dtype=np.int32), np.array([1, 2, 4], dtype=np.int32)]
     layout = shared_engine._packed.prepare(sequences)
     assert layout.rows == 4 and shared_engine._packed.start(layout)().scores.shape == (2,)
+
+
+def test_what_requests_share_is_laid_out_in_few_sizes(shared_engine, monkeypatch):
+    packed = shared_engine._packed
+    monkeypatch.setattr(packed, "bucket", CUDA_BUCKET)
+    monkeypatch.setattr(packed, "shared_bucket", SHARED_BUCKET)
+    sizes = [(70, 72), (71, 69), (73, 80), (66, 77)]
+    together = [
+        [np.arange(size, dtype=np.int32) + index for index, size in enumerate(each)] for each in sizes
+    ]
+    shared = [packed.prepare(each, shared=True) for each in together]
+    assert {packed.prepare(each).rows for each in together} == {144, 160}
+    # The tables of the kernels; those of the portable ops have sizes of their own.
+    assert {(layout.rows, layout.reads, len(layout.delta.node)) for layout in shared} == {(160, 16, 16)}
+    for each, layout in zip(together, shared, strict=True):
+        found = packed.start(layout)().scores
+        expected = np.concatenate([packed.start(packed.prepare([one]))().scores[:1] for one in each])
+        np.testing.assert_allclose(found[:2], expected, rtol=1e-5, atol=1e-6)
