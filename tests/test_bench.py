@@ -306,6 +306,11 @@ def test_a_product_that_the_delta_rule_launches_is_the_delta_rules():
         0.2
     )
     assert found.families["other"] == pytest.approx(0.05) and found.kernels == 3
+    # A kernel listed twice took its time once.
+    twice = event("aten::matmul", 0, 9, DeviceType.CPU, kernels=linear.kernels)
+    again = budget._of_launches([mixer, inner, child, linear, twice, *device], wall=1.0)
+    assert again.busy_ms == pytest.approx(0.55) == found.busy_ms
+    assert again.families["other"] == pytest.approx(0.05)
 
 
 def test_the_parts_of_a_cpu_forward_are_told_apart(tiny_checkpoint):

@@ -136,16 +136,26 @@ def _of_kernels(events: Iterable[Any], wall: float) -> Budget:
 
 
 def _of_launches(events: Iterable[Any], wall: float) -> Budget:
-    """By what launched the kernels of an eager forward, where that says more than their names."""
+    """By what launched the kernels of an eager forward, where that says more than their names.
+
+    The profiler may list a kernel under more than one operator, so operators say only which families share the time
+    that the kernels of one name took.
+    """
     events = list(events)
     budget = _of_kernels(events, wall)
-    families = dict.fromkeys(FAMILIES, 0.0)
+    shares: dict[str, dict[str, float]] = {}
     for event, inherited in _walk(events):
         for kernel in event.kernels:
             family = inherited if inherited in (_DELTA, _ATTENTION) else family_of_kernel(kernel.name)
-            families[family] += kernel.duration / 1e3
-    # What no operator launched.
-    families[_OTHER] += max(budget.busy_ms - sum(families.values()), 0.0)
+            of_name = shares.setdefault(kernel.name, {})
+            of_name[family] = of_name.get(family, 0.0) + kernel.duration
+    families = dict.fromkeys(FAMILIES, 0.0)
+    for name, spent in budget.by_name.items():
+        # What no operator launched.
+        of_name = shares.get(name) or {_OTHER: 1.0}
+        whole = sum(of_name.values())
+        for family, share in of_name.items():
+            families[family] += spent * share / whole if whole else 0.0
     return Budget(budget.kernels, families, budget.by_name, wall)
 
 
