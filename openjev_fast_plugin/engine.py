@@ -38,7 +38,7 @@ from openjev_fast_plugin.tuner import IdleTuning, Tuning
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
 # What several requests make together has many more sizes; a graph costs more than some rows (bench/LOG.md).
-SHARED_BUCKET = Bucket(rows=32, nodes=16, reads=16)
+SHARED_BUCKET = Bucket(rows=16, nodes=16, reads=16)
 MEMINFO = Path("/proc/meminfo")
 
 # A request of more rows is cut into several forwards, between which others get their turn, where that repeats little.

@@ -6,9 +6,10 @@ works on the last. When the device is free, that thread launches first and then 
 go out: answering takes Python's one lock for longer than launching does.
 
 Who goes into a forward: the request that waits longest, and of the others, in order of arrival, whatever adds at most
-`share_rows` rows to it (`choose`). So a request that finds n waiting is in one of the next n + 1 forwards, whatever
-arrives after it; one of few rows is in the next one however large those before it are, unless other small ones before
-it fill `share_rows`; and sharing adds at most `share_rows` rows to a forward.
+`share_rows` rows to it, up to about half of those who wait and those being answered (`choose`). So a request that
+finds n waiting is in one of the next n + 1 forwards, whatever arrives after it; one of few rows is in one of the next
+two however large those before it are, unless other small ones before it fill `share_rows`; and sharing adds at most
+`share_rows` rows to a forward.
 
 A forward that fails is run again for each of its requests alone, and so are requests whose scores are not finite: no
 answer depends on who shared its forward.
@@ -36,6 +37,10 @@ from openjev_fast_plugin.metrics import Metrics
 _log = logging.getLogger("openjev_fast")
 
 _MOST_RETRY_SECONDS = 30
+
+
+# A forward of so many rows takes about as long as one of a few: the weights are read for any number.
+_FREE_ROWS = 128
 
 
 class DeviceBroken(RuntimeError):
@@ -146,24 +151,32 @@ class _Packed:
     error: Exception | None = None
 
 
-def choose(waiting: Sequence[Ticket], share_rows: int, max_rows: int) -> list[Ticket]:
+def choose(waiting: Sequence[Ticket], share_rows: int, max_rows: int, running: int) -> list[Ticket]:
     """Who of those waiting, oldest first, goes into the next forward, oldest first.
 
-    share_rows: how many rows others may add to the oldest one's. max_rows: packed rows of the forward.
+    share_rows: how many rows others may add to the oldest one's. max_rows: packed rows of the forward. running: how
+    many requests the forward before it has. Clients ask again once they are answered, so the next two forwards are
+    made of those waiting and those running. They are made even: all who wait now would leave a forward of few, which
+    takes nearly as long as one of many. Whoever shares a long text with those chosen is not left for another forward,
+    which would compute it again.
     """
     oldest, *others = waiting
     if oldest.alone or not others:
         return [oldest]
-    room = min(share_rows, max_rows - oldest.rows)
+    room, rows = min(share_rows, max_rows - oldest.rows), oldest.rows
+    half = (len(waiting) + running + 1) // 2
     chosen, begun = [oldest], RowCount()
     begun.add(oldest.sequences[0])
     for ticket in others:
         # At least what its first sequence shares is computed once: an upper bound that needs no whole forest.
-        further = ticket.rows - begun.shared(ticket.sequences[0])
-        if not ticket.alone and further <= room:
+        shared = begun.shared(ticket.sequences[0])
+        further = ticket.rows - shared
+        even = len(chosen) < half or rows + further <= _FREE_ROWS or shared >= _FREE_ROWS
+        if not ticket.alone and further <= room and even:
             chosen.append(ticket)
             begun.add(ticket.sequences[0])
             room -= further
+            rows += further
     return chosen
 
 
@@ -196,6 +209,8 @@ class Scheduler:
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[Ticket] = deque()
         self._busy = False
+        # Requests of the forward that runs, or ran last.
+        self._running = 0
         # Whose thread packs and runs the next forward; there is one whenever somebody waits.
         self._leader: Ticket | None = None
         # The leader waits for the device with everybody packed; then the answers below may wait for its launch.
@@ -349,9 +364,9 @@ class Scheduler:
                         self._ready = False
                     continue
                 last = not self._busy and hold <= 0
-                answers = self._take_unanswered()
+                answers, running = self._take_unanswered(), self._running
             _wake(answers)
-            tickets = choose(waiting, self._share_rows, self._max_rows())
+            tickets = choose(waiting, self._share_rows, self._max_rows(), running)
             if packed is not None and packed.tickets == tickets:
                 # Whoever came is for a later one.
                 packed = replace(packed, waiting=waiting, last=last)
@@ -365,9 +380,9 @@ class Scheduler:
 
     def _take(self, packed: _Packed) -> None:
         """The device is ours, and the next in the queue has the lead; called with the lock held."""
-        self._busy = True
-        running = set(packed.tickets)
-        left = [ticket for ticket in self._queue if ticket not in running]
+        self._busy, self._running = True, len(packed.tickets)
+        taken = set(packed.tickets)
+        left = [ticket for ticket in self._queue if ticket not in taken]
         self._queue.clear()
         self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None

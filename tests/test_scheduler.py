@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openjev_fast_plugin import scheduler as scheduler_module
 from openjev_fast_plugin.exchange import ClientGone, Unavailable, answering
 from openjev_fast_plugin.forest import count_rows
 from openjev_fast_plugin.metrics import Metrics
@@ -373,17 +374,27 @@ SEQUENCES = st.lists(
     waiting=st.lists(st.builds(ticket, SEQUENCES, st.booleans()), min_size=1, max_size=12),
     share_rows=st.integers(0, 60),
     more_rows=st.integers(0, 60),
+    running=st.integers(0, 12),
+    free_rows=st.integers(0, 60),
 )
-def test_choose(waiting, share_rows, more_rows):
+def test_choose(waiting, share_rows, more_rows, running, free_rows):
     max_rows = waiting[0].rows + more_rows
-    chosen = choose(waiting, share_rows, max_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "_FREE_ROWS", free_rows)
+        chosen = choose(waiting, share_rows, max_rows, running)
     assert chosen[0] is waiting[0]
     order = [waiting.index(each) for each in chosen]
     assert order == sorted(set(order))
     assert len(chosen) == 1 or not any(each.alone for each in chosen)
     rows = count_rows([sequence for each in chosen for sequence in each.sequences])
     assert rows <= min(waiting[0].rows + share_rows, max_rows)
-    if not waiting[0].alone:
+    half = math.ceil((len(waiting) + running) / 2)
+    # More than half of those who ask are taken only where that costs nothing, or another forward would cost more.
+    for number, each in enumerate(chosen[1:], 1):
+        before = [sequence for other in chosen[:number] for sequence in other.sequences]
+        added = count_rows([*before, *each.sequences]) - count_rows(before)
+        assert number < half or rows <= free_rows or each.rows - added >= free_rows
+    if not waiting[0].alone and len(chosen) < half:
         # Who is small enough and was not taken found others of its kind, or older ones, in its place.
         for each in waiting[1:]:
             older = [other for other in chosen[1:] if waiting.index(other) < waiting.index(each)]
@@ -395,8 +406,28 @@ def test_choose(waiting, share_rows, more_rows):
 def test_what_is_shared_takes_no_room():
     state = np.arange(500, dtype=np.int32)
     waiting = [ticket([np.append(state, [n]).astype(np.int32)]) for n in range(1000, 1020)]
-    assert len(choose(waiting, 10, 10**6)) == 11
-    assert len(choose(waiting, 19, 10**6)) == 20
+    assert len(choose(waiting, 10, 10**6, running=20)) == 11
+    assert len(choose(waiting, 19, 10**6, running=20)) == 20
+
+
+def test_forwards_become_even():
+    """Eight clients, each of which asks again while the next forward runs."""
+    clients = [ticket([np.full(70, n, dtype=np.int32)]) for n in range(8)]
+    waiting, running = clients[1:], clients[:1]
+    sizes = []
+    for _ in range(4):
+        chosen = choose(waiting, 1024, 10**6, len(running))
+        sizes.append(len(chosen))
+        waiting = [each for each in waiting if each not in chosen] + running
+        running = chosen
+    assert sizes == [4, 4, 4, 4]
+    # Questions about a long text stay together.
+    state = np.arange(200, dtype=np.int32)
+    waiting = [ticket([np.append(state, np.full(40, n)).astype(np.int32)]) for n in range(1000, 1007)]
+    assert len(choose(waiting, 1024, 10**6, 1)) == 7
+    # Rows that cost nothing are not divided: two of 64 rows, which leave nobody behind.
+    small = [ticket([np.full(64, n, dtype=np.int32)]) for n in range(3)]
+    assert len(choose(small[:2], 1024, 10**6, 0)) == 2 and len(choose(small, 1024, 10**6, 0)) == 2
 
 
 ROWS = st.one_of(st.integers(1, 100), st.integers(1000, 10_000))
@@ -415,25 +446,23 @@ def test_nobody_starves(arrivals, share_rows):
         return Ticket(Place(None), [np.full(1, next(numbers), dtype=np.int32)], rows)
 
     coming = sorted(((at, arrival(rows)) for at, rows in arrivals), key=lambda each: each[0])
-    now, waiting, forward = 0.0, [], 0
-    # Of each who waits: forwards it may still see begin without it, and whether the next one must have it.
-    bound: dict[Ticket, tuple[int, bool]] = {}
+    now, waiting, forward, running = 0.0, [], 0, 0
+    # Of each who waits: the last forward that may begin without having it.
+    bound: dict[Ticket, int] = {}
     while coming or waiting:
         if not waiting:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
             _, new = coming.pop(0)
             small = sum(other.rows for other in waiting if other.rows <= share_rows)
-            bound[new] = (forward + len(waiting) + 1, new.rows + small <= share_rows)
-            if bound[new][1]:
-                bound[new] = (forward + 1, True)
+            bound[new] = forward + (2 if new.rows + small <= share_rows else len(waiting) + 1)
             waiting.append(new)
-        chosen = choose(waiting, share_rows, 10**6)
-        forward += 1
+        chosen = choose(waiting, share_rows, 10**6, running)
+        forward, running = forward + 1, len(chosen)
         rows = sum(each.rows for each in chosen)
         assert rows <= waiting[0].rows + share_rows
         for each in chosen:
-            assert forward <= bound[each][0]
+            assert forward <= bound[each]
         waiting = [each for each in waiting if each not in chosen]
         now += rows / 10_000
 

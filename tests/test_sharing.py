@@ -117,9 +117,14 @@ def test_answers_do_not_depend_on_who_shared_the_forward(tiny_checkpoint, monkey
     together = [future.result() for future in futures]
     for found, expected in zip(together, alone, strict=True):
         assert_same(found, expected)
-    assert [scores.stats["shared_with"] for scores in together] == [0] + 23 * [22]
-    (rows,) = {scores.stats["rows_computed"] for scores in together[1:]}
-    assert rows < sum(scores.stats["rows_computed"] for scores in alone[1:])
+    # The first one, about half of all, the rest.
+    requests_with = [scores.stats["shared_with"] + 1 for scores in together]
+    assert requests_with[0] == 1 and min(requests_with[1:]) >= 8
+    assert sum(1 / count for count in requests_with) == pytest.approx(3)
+    rows = sum(
+        scores.stats["rows_computed"] / count for scores, count in zip(together, requests_with, strict=True)
+    )
+    assert rows < sum(scores.stats["rows_computed"] for scores in alone)
 
 
 def test_questions_about_one_state_share_its_rows(shared_engine, monkeypatch, pool):
@@ -438,12 +443,12 @@ def test_what_requests_share_is_laid_out_in_few_sizes(shared_engine, monkeypatch
     packed = shared_engine._packed
     monkeypatch.setattr(packed, "bucket", CUDA_BUCKET)
     monkeypatch.setattr(packed, "shared_bucket", SHARED_BUCKET)
-    sizes = [(70, 72), (71, 69), (73, 80), (66, 77)]
+    sizes = [(70, 82), (71, 74), (73, 80), (66, 79)]
     together = [
         [np.arange(size, dtype=np.int32) + index for index, size in enumerate(each)] for each in sizes
     ]
     shared = [packed.prepare(each, shared=True) for each in together]
-    assert {packed.prepare(each).rows for each in together} == {144, 160}
+    assert {packed.prepare(each).rows for each in together} == {152, 160}
     # The tables of the kernels; those of the portable ops have sizes of their own.
     assert {(layout.rows, layout.reads, len(layout.delta.node)) for layout in shared} == {(160, 16, 16)}
     for each, layout in zip(together, shared, strict=True):
