@@ -102,6 +102,7 @@ class Ticket:
 
     rows: packed rows of the sequences by themselves. alone: it shares no forward any more.
     roots: of each sequence what it begins with that may be kept for other requests, None for nothing.
+    meanwhile: what is left of `Scheduler.score`'s argument of that name to be called.
     """
 
     place: Place
@@ -110,6 +111,7 @@ class Ticket:
     arrived: float = 0.0
     alone: bool = False
     roots: list[np.ndarray | None] | None = None
+    meanwhile: Callable[[], None] | None = None
     # Set when the ticket is settled, or is to run the next forward.
     woken: threading.Event = field(default_factory=threading.Event)
     scored: Scored | None = None
@@ -118,6 +120,12 @@ class Ticket:
     @property
     def settled(self) -> bool:
         return self.scored is not None or self.error is not None
+
+    def call_meanwhile(self) -> None:
+        """Once."""
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
 
 
 @dataclass(frozen=True)
@@ -257,14 +265,17 @@ class Scheduler:
         sequences: list[np.ndarray],
         rows: int,
         roots: list[np.ndarray | None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Scored:
         """Scores of one part of a request, from a forward shared with whoever waits too.
 
         sequences: as for `build_forest`. rows: what they take by themselves, at most `max_rows`. roots: as for
-            `Ticket`, where prefixes are kept.
-        Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken.
+            `Ticket`, where prefixes are kept. meanwhile: called on this thread before this returns, as soon as it has
+            to wait for the device.
+        Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken,
+        and what `meanwhile` raises.
         """
-        ticket = Ticket(place, sequences, rows, self._clock(), roots=roots)
+        ticket = Ticket(place, sequences, rows, self._clock(), roots=roots, meanwhile=meanwhile)
         with self._changed:
             self._check()
             self._queue.append(ticket)
@@ -274,6 +285,8 @@ class Scheduler:
             else:
                 self._changed.notify()
         try:
+            if not ticket.woken.is_set():
+                ticket.call_meanwhile()
             while True:
                 ticket.woken.wait()
                 ticket.woken.clear()
@@ -281,11 +294,12 @@ class Scheduler:
                     break
                 # Whoever leads already may have been woken once more.
                 if self._leader is ticket:
-                    self._lead()
+                    self._lead(ticket)
         finally:
             self._leave(ticket)
         if ticket.error is not None:
             raise ticket.error
+        ticket.call_meanwhile()
         assert ticket.scored is not None
         return ticket.scored
 
@@ -311,11 +325,12 @@ class Scheduler:
 
     # Running forwards
 
-    def _lead(self) -> None:
+    def _lead(self, leader: Ticket) -> None:
         """Pack and run one forward; called by the leader's thread."""
         wait: Callable[[], Outcome] | None = None
         outcome: Outcome | None = None
         error: BaseException | None = None
+        raised_meanwhile: BaseException | None = None
         try:
             packed = self._pack()
             if packed is None:
@@ -331,12 +346,18 @@ class Scheduler:
             self._answer_and_pass_on()
         if wait is not None:
             try:
+                leader.call_meanwhile()
+            except BaseException as raised:
+                raised_meanwhile = raised
+            try:
                 outcome = wait()
             except BaseException as raised:
                 error = raised
         self._settle(packed.tickets, outcome, error, started)
         if error is not None and not isinstance(error, Exception):
             raise error
+        if raised_meanwhile is not None:
+            raise raised_meanwhile
 
     def _pack(self) -> _Packed | None:
         """Pack a forward, wait for the device and take it; None when nobody waits any more.

@@ -54,7 +54,7 @@ def test_a_busy_device_captures_only_what_is_asked_for_often_and_rests_after(clo
     assert graphs._due() == ("often",)
 
 
-def test_who_captures_rests_nine_times_as_long(clock, monkeypatch):
+def test_who_captures_rests_three_times_as_long(clock, monkeypatch):
     graphs = made(idle_seconds=10.0, often=3)
     asked(graphs, often=3)
     captured = []
@@ -65,7 +65,7 @@ def test_who_captures_rests_nine_times_as_long(clock, monkeypatch):
 
     monkeypatch.setattr(graphs, "capture", capture)
     graphs._capture_when_idle()
-    assert captured == ["often"] and graphs._resting_until == pytest.approx(clock.now + 0.9)
+    assert captured == ["often"] and graphs._resting_until == pytest.approx(clock.now + 0.3)
 
 
 @pytest.mark.parametrize(
