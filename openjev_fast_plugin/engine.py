@@ -30,7 +30,7 @@ from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.packed_layout import PackedLayout
 from openjev_fast_plugin.prefixes import Capacity, Planned, PrefixCache
-from openjev_fast_plugin.prompts import Encoded, PromptEncoder
+from openjev_fast_plugin.prompts import PromptEncoder
 from openjev_fast_plugin.scheduler import Outcome, Place, Scheduler, Scored
 from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE, Settings
 from openjev_fast_plugin.tuner import IdleTuning, Tuning
@@ -370,20 +370,24 @@ class FastEngine:
         """
         self._check_unchanged()
         with self.scheduler.place() as place:
-            sequences, confirm = self._draft(records)
-            changed: list[Encoded] = []
-
-            def meanwhile() -> None:
-                if (again := confirm()) is not None:
-                    changed.append(again)
-
-            pieces, forwards = self._run(place, records, sequences, meanwhile)
-            if changed:
-                # The chat template is another than the draft was made with.
-                sequences = changed[0]
-                refuse_long(sequences, self._model.max_length)
-                pieces, forwards = self._run(place, records, sequences)
-        total = sum(len(sequence) for group in sequences for sequence in group)
+            sequences = encode(self._encoder, records, self._model.max_length)
+            roots = self._roots(records, sequences)
+            parts = self._cut(sequences)
+            self.scheduler.claim(place, sum(rows for _, rows in parts))
+            total = sum(len(sequence) for group in sequences for sequence in group)
+            self.metrics.asked(total)
+            pieces: list[list[np.ndarray]] = [[] for _ in records]
+            forwards: list[Scored] = []
+            for part, rows in parts:
+                wanted = [sequence for group, span in part for sequence in sequences[group][span]]
+                begun = roots and [
+                    roots[group] for group, span in part for _ in range(*span.indices(len(sequences[group])))
+                ]
+                scores = self._score(place, wanted, rows, begun, forwards)
+                for group, span in part:
+                    count = len(sequences[group][span])
+                    pieces[group].append(scores[:count])
+                    scores = scores[count:]
         # A copy: outside inference mode what leaves here is an ordinary tensor.
         logits = [
             as_logits(record, torch.from_numpy(np.concatenate(found)))
@@ -397,45 +401,11 @@ class FastEngine:
             "queue_ms": round(1e3 * sum(each.waited for each in forwards), 3),
             "forward_ms": round(1e3 * sum(each.took for each in forwards), 3),
         }
-        if self._packed.prefixes is not None:
+        if roots is not None:
             stats["rows_reused"] = sum(each.reused for each in forwards)
         if self._packed.graphs is not None:
             stats["graph_replays"] = sum(each.replayed for each in forwards)
         return Scores(logits, total, stats)
-
-    def _draft(self, records: list[dict[str, Any]]) -> tuple[Encoded, Callable[[], Encoded | None]]:
-        """`PromptEncoder.draft`; what Open-Jev refuses is refused here, by what the template is now."""
-        if records:
-            sequences, confirm = self._encoder.draft(records)
-            if all(len(sequence) <= self._model.max_length for group in sequences for sequence in group):
-                return sequences, confirm
-        return encode(self._encoder, records, self._model.max_length), lambda: None
-
-    def _run(
-        self,
-        place: Place,
-        records: list[dict[str, Any]],
-        sequences: Encoded,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[list[np.ndarray]], list[Scored]]:
-        """Per record the pieces of its scores, and the forwards they are from. meanwhile: as for `Scheduler.score`."""
-        roots = self._roots(records, sequences)
-        parts = self._cut(sequences)
-        self.scheduler.claim(place, sum(rows for _, rows in parts))
-        self.metrics.asked(sum(len(sequence) for group in sequences for sequence in group))
-        pieces: list[list[np.ndarray]] = [[] for _ in records]
-        forwards: list[Scored] = []
-        for number, (part, rows) in enumerate(parts):
-            wanted = [sequence for group, span in part for sequence in sequences[group][span]]
-            begun = roots and [
-                roots[group] for group, span in part for _ in range(*span.indices(len(sequences[group])))
-            ]
-            scores = self._score(place, wanted, rows, begun, forwards, None if number else meanwhile)
-            for group, span in part:
-                count = len(sequences[group][span])
-                pieces[group].append(scores[:count])
-                scores = scores[count:]
-        return pieces, forwards
 
     def _roots(
         self, records: list[dict[str, Any]], sequences: list[list[np.ndarray]]
@@ -517,11 +487,10 @@ class FastEngine:
         rows: int,
         roots: list[np.ndarray | None] | None,
         forwards: list[Scored],
-        meanwhile: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """Scores of one part [C]; without memory for it, once more in halves. Appends the forwards it took."""
         try:
-            found = [self.scheduler.score(place, sequences, rows, roots, meanwhile)]
+            found = [self.scheduler.score(place, sequences, rows, roots)]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -574,20 +543,15 @@ def _outcome(scores: torch.Tensor, layout: Layout | PackedLayout, replayed: bool
     return Outcome(scores.cpu().numpy(), layout.rows, replayed)
 
 
-def encode(encoder: PromptEncoder, records: list[dict[str, Any]], max_length: int) -> Encoded:
+def encode(encoder: PromptEncoder, records: list[dict[str, Any]], max_length: int) -> list[list[np.ndarray]]:
     """Token sequences of every record's prompts; refuses what Open-Jev's `DecisionModel.forward` does, as it does."""
     if not records:
         raise IndexError("there are no records to score")
     sequences = encoder.encode(records)
-    refuse_long(sequences, max_length)
-    return sequences
-
-
-def refuse_long(sequences: Encoded, max_length: int) -> None:
-    """Raises the ValueError of Open-Jev's `DecisionModel.forward` where a prompt is longer than `max_length`."""
     longest = max(len(sequence) for group in sequences for sequence in group)
     if longest > max_length:
         raise ValueError(f"Input length {longest} exceeds max_length={max_length}; no silent truncation")
+    return sequences
 
 
 def check_unchanged(model: Any, backbone: Any, head: list[int]) -> None:

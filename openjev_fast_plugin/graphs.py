@@ -30,7 +30,7 @@ _WORK: tuple[Any, ...] = ()
 # A busy device rests from capturing this many times as long as the last capture took.
 _REST = 3
 # How long the end of the process waits for a capture, or a piece of idle work, that is under way.
-_LAST_SECONDS = 30.0
+_LAST_SECONDS = 5.0
 
 
 class Inputs(Protocol):
@@ -210,8 +210,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
         self._last_use = time.monotonic()
         self._capturing: threading.Thread | None = None
         self._closed = False
-        # Bound to no `self`, which is freed as soon as nobody has it.
-        atexit.register(_close, weakref.ref(self))
+        _CLOSED_AT_EXIT.add(self)
 
     def __call__(self, inputs: InputsT, example: InputsT | None = None) -> tuple[torch.Tensor, bool]:
         """Scores [C] of inputs on the host, and whether a graph was replayed.
@@ -288,7 +287,7 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def wait_until_captured(self) -> None:
         """Block until no shape is waiting for its capture and no idle work is left."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted and self._capturing is None)
+            self._changed.wait_for(lambda: (self._closed or not self._wanted) and self._capturing is None)
 
     def close(self) -> None:
         """Capture nothing any more, and wait for what is under way.
@@ -376,9 +375,13 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 self._wanted.setdefault(key, (inputs, 0))
 
 
-def _close(graphs: weakref.ref[GraphedForward]) -> None:
-    if (still := graphs()) is not None:
-        still.close()
+_CLOSED_AT_EXIT: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for graphs in list(_CLOSED_AT_EXIT):
+        graphs.close()
 
 
 class CapturedAtOnce(CapturedGraphs[InputsT]):

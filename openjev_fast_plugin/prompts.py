@@ -52,10 +52,6 @@ _QUESTION = "Question: "
 _PROMPT_END = " Answer Yes or No."
 
 
-# Of each candidate of each record its token ids.
-Encoded = list[list[np.ndarray]]
-
-
 class PromptEncoder:
     """The token ids of every candidate of a record.
 
@@ -80,34 +76,18 @@ class PromptEncoder:
         if self._why_plain is not None:
             self._log_plain(self._why_plain)
 
-    def encode(self, records: Sequence[dict[str, Any]]) -> Encoded:
+    def encode(self, records: Sequence[dict[str, Any]]) -> list[list[np.ndarray]]:
         """Per record one int32 array [L] per candidate: the ids of the host's call, without padding.
 
         The arrays may share memory and must not be written to. Raises what the template or the tokenizer
         raises.
         """
-        sequences, confirm = self.draft(records)
-        return confirm() or sequences
-
-    def draft(self, records: Sequence[dict[str, Any]]) -> tuple[Encoded, Callable[[], Encoded | None]]:
-        """What `encode` returns unless the template has changed, and a function to be called before it is relied on.
-
-        It renders one prompt as the host does: a fifth of the time that encoding a short request takes. It returns
-        None, or the ids where the template has changed, and raises what the template raises.
-        """
         prompts = [list(self._candidate_prompts(record)) for record in records]
         why_plain = self._why_plain or self._why_not_split(prompts)
         if why_plain is not None:
             self._log_plain(why_plain)
-            return self._encode_plain(prompts), lambda: None
-
-        def confirm() -> Encoded | None:
-            if self._renders_as_split(prompts):
-                return None
-            self._log_plain("the chat template does not render a prompt as it did at the start")
             return self._encode_plain(prompts)
-
-        return self._encode_shared(records, prompts), confirm
+        return self._encode_shared(records, prompts)
 
     def state_lengths(
         self, records: Sequence[dict[str, Any]], sequences: Sequence[Sequence[np.ndarray]]
@@ -130,7 +110,7 @@ class PromptEncoder:
             for rest, each, group in zip(rests, encoded, sequences, strict=True)
         ]
 
-    def _encode_plain(self, prompts: list[list[str]]) -> Encoded:
+    def _encode_plain(self, prompts: list[list[str]]) -> list[list[np.ndarray]]:
         """The host's two calls; only the padding is left out."""
         texts = [_render(self._tokenizer, prompt) for group in prompts for prompt in group]
         if not texts:
@@ -139,7 +119,9 @@ class PromptEncoder:
         rows = iter(encoded)
         return [[np.array(next(rows), dtype=np.int32) for _ in group] for group in prompts]
 
-    def _encode_shared(self, records: Sequence[dict[str, Any]], prompts: list[list[str]]) -> Encoded:
+    def _encode_shared(
+        self, records: Sequence[dict[str, Any]], prompts: list[list[str]]
+    ) -> list[list[np.ndarray]]:
         """Each text as up to four segments (state, question, option, end), each tokenized once."""
         segments = _Segments()
         recipes: list[list[list[int]]] = []
@@ -175,12 +157,10 @@ class PromptEncoder:
         for prompt in every:
             if not (prompt.startswith(_PROMPT_START) and prompt.endswith(_PROMPT_END)):
                 return f"a prompt does not run from {_PROMPT_START!r} to {_PROMPT_END!r}"
+        # One rendering a call also notices a template that depends on the time, or one that was replaced.
+        if every and _render(self._tokenizer, every[0]) != self._head + every[0] + self._tail:
+            return "the chat template does not render a prompt as it did at the start"
         return None
-
-    def _renders_as_split(self, prompts: list[list[str]]) -> bool:
-        """One rendering a request also notices a template that depends on the time, or one that was replaced."""
-        first = next((prompt for group in prompts for prompt in group), None)
-        return first is None or _render(self._tokenizer, first) == self._head + first + self._tail
 
     def _log_plain(self, reason: str) -> None:
         if reason not in self._logged:

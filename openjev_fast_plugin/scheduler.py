@@ -102,7 +102,6 @@ class Ticket:
 
     rows: packed rows of the sequences by themselves. alone: it shares no forward any more.
     roots: of each sequence what it begins with that may be kept for other requests, None for nothing.
-    meanwhile: what is left of `Scheduler.score`'s argument of that name to be called.
     """
 
     place: Place
@@ -111,7 +110,6 @@ class Ticket:
     arrived: float = 0.0
     alone: bool = False
     roots: list[np.ndarray | None] | None = None
-    meanwhile: Callable[[], None] | None = None
     # Set when the ticket is settled, or is to run the next forward.
     woken: threading.Event = field(default_factory=threading.Event)
     scored: Scored | None = None
@@ -120,12 +118,6 @@ class Ticket:
     @property
     def settled(self) -> bool:
         return self.scored is not None or self.error is not None
-
-    def call_meanwhile(self) -> None:
-        """Once."""
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
 
 
 @dataclass(frozen=True)
@@ -265,17 +257,14 @@ class Scheduler:
         sequences: list[np.ndarray],
         rows: int,
         roots: list[np.ndarray | None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> Scored:
         """Scores of one part of a request, from a forward shared with whoever waits too.
 
         sequences: as for `build_forest`. rows: what they take by themselves, at most `max_rows`. roots: as for
-            `Ticket`, where prefixes are kept. meanwhile: called on this thread before this returns, as soon as it has
-            to wait for the device.
-        Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken,
-        and what `meanwhile` raises.
+            `Ticket`, where prefixes are kept.
+        Raises what the forward raised for this part alone, ClientGone when the client hung up before, DeviceBroken.
         """
-        ticket = Ticket(place, sequences, rows, self._clock(), roots=roots, meanwhile=meanwhile)
+        ticket = Ticket(place, sequences, rows, self._clock(), roots=roots)
         with self._changed:
             self._check()
             self._queue.append(ticket)
@@ -285,8 +274,6 @@ class Scheduler:
             else:
                 self._changed.notify()
         try:
-            if not ticket.woken.is_set():
-                ticket.call_meanwhile()
             while True:
                 ticket.woken.wait()
                 ticket.woken.clear()
@@ -294,12 +281,11 @@ class Scheduler:
                     break
                 # Whoever leads already may have been woken once more.
                 if self._leader is ticket:
-                    self._lead(ticket)
+                    self._lead()
         finally:
             self._leave(ticket)
         if ticket.error is not None:
             raise ticket.error
-        ticket.call_meanwhile()
         assert ticket.scored is not None
         return ticket.scored
 
@@ -325,12 +311,11 @@ class Scheduler:
 
     # Running forwards
 
-    def _lead(self, leader: Ticket) -> None:
+    def _lead(self) -> None:
         """Pack and run one forward; called by the leader's thread."""
         wait: Callable[[], Outcome] | None = None
         outcome: Outcome | None = None
         error: BaseException | None = None
-        raised_meanwhile: BaseException | None = None
         try:
             packed = self._pack()
             if packed is None:
@@ -346,18 +331,12 @@ class Scheduler:
             self._answer_and_pass_on()
         if wait is not None:
             try:
-                leader.call_meanwhile()
-            except BaseException as raised:
-                raised_meanwhile = raised
-            try:
                 outcome = wait()
             except BaseException as raised:
                 error = raised
         self._settle(packed.tickets, outcome, error, started)
         if error is not None and not isinstance(error, Exception):
             raise error
-        if raised_meanwhile is not None:
-            raise raised_meanwhile
 
     def _pack(self) -> _Packed | None:
         """Pack a forward, wait for the device and take it; None when nobody waits any more.

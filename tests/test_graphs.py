@@ -326,6 +326,15 @@ def test_an_example_is_captured_in_the_place_of_the_inputs():
     assert scores.tolist() == [6, 8] and replayed
 
 
+def test_after_it_is_closed_it_answers_and_captures_nothing():
+    graphs = GraphedForward(doubled, CPU, idle_seconds=0.0)
+    graphs.capture(Row.of(1))
+    graphs.close()
+    assert graphs(Row.of(1, 2))[1] is False and graphs(Row.of(3)) == (torch.tensor([6.0]), True)
+    graphs.wait_until_captured()
+    assert graphs.counts["captures"] == 1
+
+
 # In a process of its own, which ends while a capture is under way.
 ENDING = """
 import sys, threading, time

@@ -541,18 +541,6 @@ def test_a_template_that_changes_later_is_noticed(variant, caplog):
     assert "as it did at the start" in caplog.messages[0]
 
 
-def test_a_draft_is_confirmed_by_the_template_as_it_is_then(variant, caplog):
-    tokenizer, records = variant(), example()
-    encoder = encoder_of(tokenizer, caplog, plain=None)
-    drafted, confirm = encoder.draft(records)
-    assert confirm() is None
-    assert [[ids.tolist() for ids in group] for group in drafted] == host_ids(tokenizer, records)
-    tokenizer.chat_template = TURN % "'Today. ' + messages[0].content"
-    again = confirm()
-    assert again is not None and "as it did at the start" in caplog.messages[0]
-    assert [[ids.tolist() for ids in group] for group in again] == host_ids(tokenizer, records)
-
-
 @pytest.mark.parametrize(
     "words", ["  {}", "{}\n", "<tool_response>{}</tool_response>"], ids=["before", "after", "tool"]
 )

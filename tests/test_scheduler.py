@@ -146,12 +146,7 @@ class Bench:
         self.queue = self.scheduler._queue = CountingQueue()
         self._pool = ThreadPoolExecutor(64)
 
-    def ask(
-        self,
-        *sequences: np.ndarray,
-        gone: Callable[[], bool] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Future[Scored]:
+    def ask(self, *sequences: np.ndarray, gone: Callable[[], bool] | None = None) -> Future[Scored]:
         """Scores in the background; the request has joined the queue, or failed before, when this returns."""
         asked = list(sequences)
 
@@ -159,7 +154,7 @@ class Bench:
             with self.scheduler.place() as place:
                 rows = count_rows(asked)
                 self.scheduler.claim(place, rows)
-                return self.scheduler.score(place, asked, rows, meanwhile=meanwhile)
+                return self.scheduler.score(place, asked, rows)
 
         def call() -> Scored:
             if gone is None:
@@ -260,6 +255,20 @@ def test_who_arrives_during_a_forward_shares_the_next(bench):
     assert bench.sample("forward_requests_sum") == 4 and bench.sample("queue_seconds_count") == 4
 
 
+def test_half_of_those_who_ask_go_into_the_next_forward(bench):
+    first = bench.ask(tokens(0, 70))
+    running = bench.device.next()
+    others = [bench.ask(tokens(100 * n, 70)) for n in range(1, 8)]
+    running.end()
+    good(first, tokens(0, 70))
+    for requests in (4, 3):
+        shared = bench.device.next()
+        assert len(shared.sequences) == requests
+        shared.end()
+    for n, future in enumerate(others, 1):
+        good(future, tokens(100 * n, 70))
+
+
 def test_a_forward_starts_before_the_answers_of_the_last_go_out(bench):
     first = bench.ask(tokens(0))
     running = bench.device.next()
@@ -294,46 +303,6 @@ def test_nobody_waits_for_a_packing_that_is_not_done(bench):
     go_on.set()
     bench.device.next().end()
     good(second, tokens(100))
-
-
-def test_what_is_to_be_done_meanwhile_is_done_while_the_device_works(bench):
-    calls: queue.Queue[str] = queue.Queue()
-    leads = bench.ask(tokens(0), meanwhile=lambda: calls.put("leads"))
-    running = bench.device.next()
-    assert calls.get(timeout=SECONDS) == "leads"
-    waits = bench.ask(tokens(10), meanwhile=lambda: calls.put("first"))
-    follows = bench.ask(tokens(20), meanwhile=lambda: calls.put("second"))
-    # Of the next leader after its launch; who only waits needs no device.
-    assert calls.get(timeout=SECONDS) == "second" and calls.empty() and not leads.done()
-    running.end()
-    shared = bench.device.next()
-    assert calls.get(timeout=SECONDS) == "first"
-    shared.end()
-    for first, future in ((0, leads), (10, waits), (20, follows)):
-        good(future, tokens(first))
-    assert calls.empty() and bench.scheduler.inside == 0
-
-
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["alone", "leads", "waits"])
-def test_what_fails_meanwhile_fails_for_that_request_alone(bench, number):
-    def fails() -> None:
-        raise ValueError("another template")
-
-    def ask(index: int) -> Future[Scored]:
-        return bench.ask(tokens(10 * index), meanwhile=fails if index == number else lambda: None)
-
-    futures = [ask(0)]
-    running = bench.device.next()
-    futures += [ask(1), ask(2)]
-    running.end()
-    bench.device.next().end()
-    for index, future in enumerate(futures):
-        if index == number:
-            with pytest.raises(ValueError, match="another template"):
-                future.result(SECONDS)
-        else:
-            good(future, tokens(10 * index))
-    assert bench.scheduler.inside == 0 and not bench.scheduler._busy
 
 
 def test_who_arrives_while_the_device_is_free_waits_for_one_packing_only(bench):

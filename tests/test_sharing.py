@@ -196,14 +196,14 @@ def test_a_prompt_that_gives_nan_spoils_nobody_else(tiny_checkpoint, monkeypatch
 def test_a_request_that_cannot_be_encoded_fails_alone(shared_engine, monkeypatch, pool):
     requests = mixed(6)
     alone = [shared_engine.score(records) for records in requests]
-    draft = shared_engine._encoder.draft
+    encode = shared_engine._encoder.encode
 
     def fails(records: Records) -> Any:
         if records is requests[2]:
             raise RuntimeError("a tokenizer that fails")
-        return draft(records)
+        return encode(records)
 
-    monkeypatch.setattr(shared_engine._encoder, "draft", fails)
+    monkeypatch.setattr(shared_engine._encoder, "encode", fails)
     gate = Gate(shared_engine, monkeypatch)
     futures = gate.ask(pool, requests)
     too_long = pool.submit(shared_engine.score, records_of(5000, "noul", 1, 1))
@@ -218,28 +218,13 @@ def test_a_request_that_cannot_be_encoded_fails_alone(shared_engine, monkeypatch
     assert shared_engine.scheduler.inside == 0
 
 
-def test_a_template_that_changes_meanwhile_is_followed(tiny_checkpoint, monkeypatch, pool):
-    engine, records = engine_of(tiny_checkpoint), records_of(20, "choice", 3, 4)
-    before = engine.score(records)
-    gate = Gate(engine, monkeypatch)
-    (future,) = gate.ask(pool, [records])
-    # Drafted, and not confirmed before the device works on it.
-    tokenizer = engine._encoder._tokenizer
-    turn = "{%- for message in messages -%}Today. {{ message.content }}{%- endfor -%}"
-    monkeypatch.setattr(tokenizer, "chat_template", turn)
-    gate.open(0)
-    found, expected = future.result(), engine.score(records)
-    assert_same(found, expected)
-    assert found.input_tokens != before.input_tokens and found.stats["forwards"] == 1
-
-
 def test_a_full_queue_refuses_before_it_tokenizes(tiny_checkpoint, monkeypatch, pool):
     engine = engine_of(tiny_checkpoint, Settings(queue=2))
     gate = Gate(engine, monkeypatch)
     futures = [pool.submit(engine.score, records) for records in mixed(2)]
     until(lambda: engine.scheduler.inside == 2)
     with monkeypatch.context() as patched:
-        patched.setattr(engine._encoder, "draft", lambda records: pytest.fail("tokenized"))
+        patched.setattr(engine._encoder, "encode", lambda records: pytest.fail("tokenized"))
         with pytest.raises(Unavailable):
             engine.score(mixed(1)[0])
     gate.open(1)

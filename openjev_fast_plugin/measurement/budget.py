@@ -151,11 +151,14 @@ def _of_launches(events: Iterable[Any], wall: float) -> Budget:
             of_name[family] = of_name.get(family, 0.0) + kernel.duration
     families = dict.fromkeys(FAMILIES, 0.0)
     for name, spent in budget.by_name.items():
-        # What no operator launched.
-        of_name = shares.get(name) or {_OTHER: 1.0}
+        of_name = shares.get(name, {})
         whole = sum(of_name.values())
+        if not whole:
+            # What no operator launched.
+            families[_OTHER] += spent
+            continue
         for family, share in of_name.items():
-            families[family] += spent * share / whole if whole else 0.0
+            families[family] += spent * share / whole
     return Budget(budget.kernels, families, budget.by_name, wall)
 
 
