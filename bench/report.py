@@ -286,10 +286,7 @@ def _op_ratios(results: Results, rows: Rows) -> Plot:
         axes.barh(range(len(rows)), ratios, 0.7, color=colours)
         for index, ratio in enumerate(ratios):
             axes.text(max(ratio, 1) * 1.04, index, f"{ratio:.2f}x", va="center", fontsize=7)
-        axes.set_xscale("log")
-        axes.set_xticks([0.5, 1, 2, 5, 10, 20, 50])
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        plots.logarithmic(axes)
         axes.set_xlim(0.5, max(ratios) * 1.5)
         axes.set_yticks(range(len(rows)), names)
         axes.invert_yaxis()

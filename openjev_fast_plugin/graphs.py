@@ -296,8 +296,6 @@ class GraphedForward(CapturedGraphs[InputsT]):
         """
         with self._changed:
             self._closed = True
-            self._wanted.clear()
-            self._work_left = False
             capturing = self._capturing
             self._changed.notify_all()
         if capturing is not None:

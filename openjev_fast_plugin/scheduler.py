@@ -373,7 +373,7 @@ class Scheduler:
                 continue
             sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
             try:
-                prepared = self._device.prepare(sequences, *_roots(tickets), shared=len(tickets) > 1)
+                prepared = self._device.prepare(sequences, _roots(tickets), shared=len(tickets) > 1)
                 packed = _Packed(tickets, waiting, last, prepared)
             except Exception as error:
                 packed = _Packed(tickets, waiting, last, error=error)
@@ -546,8 +546,8 @@ def _wake(tickets: list[Ticket]) -> None:
         ticket.woken.set()
 
 
-def _roots(tickets: list[Ticket]) -> list[list[np.ndarray | None]]:
-    """What `Device.prepare` is given beside the sequences: nothing, where no ticket has roots."""
+def _roots(tickets: list[Ticket]) -> list[np.ndarray | None] | None:
+    """Of each sequence, None where no ticket has any."""
     if all(ticket.roots is None for ticket in tickets):
-        return []
-    return [[root for each in tickets for root in each.roots or [None] * len(each.sequences)]]
+        return None
+    return [root for each in tickets for root in each.roots or [None] * len(each.sequences)]

@@ -16,16 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jev.api import compile_request
 from jev.model import DecisionModel
+from schedulers import scheduler_of
 from text_models import smallest_text_model
 
 from openjev_fast_plugin import engine as engine_module
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import FastEngine, PackedForward
 from openjev_fast_plugin.layout import Layout
-from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.prefixes import LEAST_ROWS, Capacity, KeptStates, Planned, PrefixCache
-from openjev_fast_plugin.scheduler import Scheduler
 from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.takeover import accelerate
 from openjev_fast_plugin.weights import Weights, take_weights
@@ -493,14 +492,7 @@ def test_prefixes_of_near_lengths_share_a_shape(weights):
 
 def test_requests_at_the_same_time_share_forwards_and_prefixes(weights):
     packed = packed_of(weights, slots=2, rows=300)
-    scheduler = Scheduler(
-        packed,
-        Metrics(),
-        max_rows=lambda: 4096,
-        share_rows=400,
-        most_requests=1000,
-        most_rows=10**9,
-    )
+    scheduler = scheduler_of(packed, share_rows=400, max_rows=4096)
     requests = [
         about(
             tokens(40 + seed % 5, 50 + 10 * (seed % 5)),

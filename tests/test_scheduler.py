@@ -77,7 +77,8 @@ class FakeDevice:
         self.fail_prepare: Callable[[list[np.ndarray]], None] = lambda sequences: None
         self.fail_start: Callable[[list[np.ndarray]], None] = lambda sequences: None
 
-    def prepare(self, sequences: list[np.ndarray], *, shared: bool) -> list[np.ndarray]:
+    def prepare(self, sequences: list[np.ndarray], roots: None, *, shared: bool) -> list[np.ndarray]:
+        assert roots is None
         self.shared.append(shared)
         self.prepared.put({int(sequence[0]) for sequence in sequences})
         self.fail_prepare(sequences)

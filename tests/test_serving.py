@@ -224,10 +224,10 @@ def test_a_forward_that_fails_for_one_request_fails_for_it_alone(served, pool, m
     go_on, prepare = served.hold(monkeypatch), served.engine._packed.prepare
     tokens: list[bytes] = []
 
-    def fails(sequences: list[Any], **options: Any) -> Any:
+    def fails(sequences: list[Any], *roots: Any, **options: Any) -> Any:
         if any(sequence.tobytes() in tokens for sequence in sequences):
             raise RuntimeError("a kernel that refuses")
-        return prepare(sequences, **options)
+        return prepare(sequences, *roots, **options)
 
     records = served.predictor.openjev_fast.engine._encoder
     from jev.api import compile_request

@@ -77,7 +77,7 @@ def ladder(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str = "median t
             axes.text(value * 1.05, at, f"{_ms(value)}{faster}", va="center", fontsize=_TEXT - 1)
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
-    _logarithmic(axes)
+    logarithmic(axes)
     low, high = min(times.values()), max(times.values())
     axes.set_xlim(low / 2, high * (high / low) ** 0.4 * 2)
     axes.set_xlabel("milliseconds, logarithmic", fontsize=_TEXT)
@@ -115,7 +115,7 @@ def time_budget(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> No
     )
 
 
-def _logarithmic(axes: Axes) -> None:
+def logarithmic(axes: Axes) -> None:
     """A logarithmic x axis with plain numbers, at 2 and 5 times a power of ten too where there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -136,7 +136,7 @@ def latency_cdf(axes: Axes, times: Mapping[str, Sequence[float]], title: str) ->
         axes.step(
             [ordered[0], *ordered], [0, *shares], where="post", label=name, color=paint[mode], linestyle=style
         )
-    _logarithmic(axes)
+    logarithmic(axes)
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0", "25 %", "50 %", "75 %", "95 %"])
     axes.grid(alpha=0.3)

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from schedulers import scheduler_of
 
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import CUDA_BUCKET, PackedForward
 from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward
 from openjev_fast_plugin.layout import Layout, build_layout
-from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
 from openjev_fast_plugin.random_models import head, text_config, text_model
-from openjev_fast_plugin.scheduler import Outcome, Scheduler
+from openjev_fast_plugin.scheduler import Outcome
 from openjev_fast_plugin.weights import Weights, take_weights
 
 pytestmark = [
@@ -246,14 +246,7 @@ def test_captures_while_idle_disturb_no_prefix(weights, plain):
 
 def test_a_crowd_gets_the_scores_of_lone_requests(weights, plain):
     packed = packed_of(weights, slots=3, rows=1500)
-    queue = Scheduler(
-        packed,
-        Metrics(),
-        max_rows=lambda: 65_536,
-        share_rows=1024,
-        most_requests=1000,
-        most_rows=10**9,
-    )
+    queue = scheduler_of(packed)
     requests = [
         about(tokens(seed % 5, 256 + 40 * (seed % 5)), (seed, 9), (99 - seed, 20)) for seed in range(40)
     ]

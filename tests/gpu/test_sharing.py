@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from prompt_cases import prompts
+from schedulers import scheduler_of
 
 from openjev_fast_plugin.engine import PackedForward
 from openjev_fast_plugin.forest import count_rows
-from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Scheduler
 from openjev_fast_plugin.weights import take_weights
@@ -33,17 +33,6 @@ def packed() -> PackedForward:
     return PackedForward(take_weights(text_model(config, DEVICE, 0), head(config.hidden_size, DEVICE, 0)), [])
 
 
-def scheduler(packed: PackedForward, share_rows: int = 1024) -> Scheduler:
-    return Scheduler(
-        packed,
-        Metrics(),
-        max_rows=lambda: 65_536,
-        share_rows=share_rows,
-        most_requests=1000,
-        most_rows=10**9,
-    )
-
-
 def requests() -> list[list[np.ndarray]]:
     cases = ("noul_70", "example", "noul_300", "choice_8x200")
     return [prompts(cases[seed % 4], VOCABULARY, seed) for seed in range(24)]
@@ -55,8 +44,8 @@ def ask(queue: Scheduler, sequences: list[np.ndarray]) -> np.ndarray:
 
 
 def test_shared_forwards_give_the_scores_of_lone_ones_within_rounding(packed):
-    alone = [ask(scheduler(packed), sequences) for sequences in requests()]
-    queue = scheduler(packed)
+    alone = [ask(scheduler_of(packed), sequences) for sequences in requests()]
+    queue = scheduler_of(packed)
     with ThreadPoolExecutor(16) as pool:
         for _ in range(5):
             together = list(pool.map(lambda sequences: ask(queue, sequences), requests()))
@@ -73,7 +62,7 @@ def test_shared_forwards_give_the_scores_of_lone_ones_within_rounding(packed):
 
 def test_what_is_asked_for_often_is_replayed_although_the_device_is_busy(packed):
     packed.graphs.drop()
-    queue, sequences = scheduler(packed), prompts("noul_70", VOCABULARY)
+    queue, sequences = scheduler_of(packed), prompts("noul_70", VOCABULARY)
     for _ in range(2000):
         if ask(queue, sequences).size and queue._metrics.registry.get_sample_value(
             "openjev_fast_forwards_total", {"replayed": "yes"}
