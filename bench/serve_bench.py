@@ -15,8 +15,9 @@ table and writes results/<device>/serve.json. Beside what the clients saw, a row
   forward_requests   requests that shared a request's forward, itself included, on average
   replayed           the share of forwards that were replays of a captured graph (on a GPU), counted per request
 
-Modes: a backend's name, torch being the original without and fla with flash-linear-attention, and after a colon the
-numbers of clients, where they are not those of --clients.
+Modes: a backend's name, torch being the original without and fla with flash-linear-attention, kept being fast with
+states kept from one request to the next (OPENJEV_FAST_PREFIX_BYTES=2GiB, OPENJEV_FAST_PREFIX_ROWS=32). After a colon
+stand the numbers of clients, where they are not those of --clients.
 
 Cases: noul_70, one yes-or-no question of 70 tokens, each about a state of its own; noul_70_one_state, different
 questions about one state; mixed, of a hundred requests 60 noul_70, 25 the example (7 prompts), 10 a choice of 8 over
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterable
@@ -43,6 +45,7 @@ from openjev_fast_plugin.checkpoint import PROFILES
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.demo import running
 from openjev_fast_plugin.measurement.originals import best_delta_rule
+from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE, PREFIX_ROWS_VARIABLE
 
 CASES = ("noul_70", "noul_70_one_state", "mixed")
 CLIENTS = (1, 2, 4, 8, 16, 32)
@@ -182,14 +185,20 @@ def mode_of(text: str) -> tuple[str, list[int] | None]:
 
 def server_of(mode: str, args: argparse.Namespace) -> list[str]:
     """What follows `python` for the server of a mode."""
-    original = mode in ("torch", "fla")
+    original, backend = mode in ("torch", "fla"), "fast" if mode == "kept" else mode
     if args.checkpoint is not None:
         model = ["-m", "jev.server", "--checkpoint", str(args.checkpoint)]
     else:
         model = [str(Path(__file__).with_name("random_server.py")), "--profile", args.profile]
         model += ["--delta-rule", mode] if original else []
-    warmup = ["--warmup", args.warmup] if args.warmup and mode == "fast" else []
-    return [*model, "--device", args.device, "--backend", "torch" if original else mode, *warmup]
+    warmup = ["--warmup", args.warmup] if args.warmup and backend == "fast" else []
+    return [*model, "--device", args.device, "--backend", "torch" if original else backend, *warmup]
+
+
+def environment_of(mode: str) -> dict[str, str]:
+    """The variables of the server of a mode."""
+    kept = {PREFIX_BYTES_VARIABLE: "2GiB", PREFIX_ROWS_VARIABLE: "32"} if mode == "kept" else {}
+    return {**os.environ, **kept}
 
 
 def main(argv: Iterable[str] | None = None) -> None:
@@ -213,7 +222,9 @@ def main(argv: Iterable[str] | None = None) -> None:
         "--warm-up", type=float, default=5.0, help="seconds a case and mode first (default: 5)"
     )
     parser.add_argument("--passes", type=int, default=2, help="over everything (default: 2)")
-    parser.add_argument("--warmup", metavar="ROWS|FILE", help="--warmup of the server of mode fast")
+    parser.add_argument(
+        "--warmup", metavar="ROWS|FILE", help="--warmup of the servers of modes fast and kept"
+    )
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint package (default: random weights)")
     parser.add_argument(
         "--server",
@@ -235,7 +246,9 @@ def main(argv: Iterable[str] | None = None) -> None:
         )
     with ExitStack() as stack:
         for mode in [] if urls else given:
-            urls[mode] = stack.enter_context(running(server_of(mode, args), f"the server of mode {mode}")).url
+            urls[mode] = stack.enter_context(
+                running(server_of(mode, args), f"the server of mode {mode}", environment_of(mode))
+            ).url
         found = rows(args, urls, clients_of)
     print(render(found))
     say(f"wrote {write(torch.device(args.device), 'serve', found)}")

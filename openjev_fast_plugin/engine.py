@@ -268,7 +268,12 @@ class FastEngine:
         capacity: Capacity | None = None
         if settings.prefix_bytes:
             try:
-                capacity = Capacity.of(shapes, original.embed_tokens.weight.dtype, settings.prefix_bytes)
+                capacity = Capacity.of(
+                    shapes,
+                    original.embed_tokens.weight.dtype,
+                    settings.prefix_bytes,
+                    settings.prefix_rows,
+                )
             except ValueError as error:
                 raise ValueError(f"{PREFIX_BYTES_VARIABLE}: {error}") from error
         if self._portable != ["all"]:
@@ -283,7 +288,9 @@ class FastEngine:
         prefixes: PrefixCache | None = None
         if capacity is not None:
             try:
-                prefixes = PrefixCache(shapes, self._weights.dtype, self._weights.device, capacity)
+                prefixes = PrefixCache(
+                    shapes, self._weights.dtype, self._weights.device, capacity, settings.prefix_rows
+                )
             except RuntimeError as error:
                 raise ValueError(
                     f"{PREFIX_BYTES_VARIABLE}: no memory for {capacity.total_bytes} bytes beside the model: {error}"

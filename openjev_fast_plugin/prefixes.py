@@ -29,10 +29,6 @@ from openjev_fast_plugin.weights import Shapes
 
 _log = logging.getLogger("openjev_fast")
 
-# Prefixes of fewer rows are not kept: what computing them beside other rows takes is about what copying and, the first
-# time, launching the kernels of another shape take.
-LEAST_ROWS = 256
-
 
 class KeptStates(NamedTuple):
     """Of one Gated DeltaNet layer: states [P, HV, V, K] float32, transposed; conv [P + 1, 3, C].
@@ -67,10 +63,10 @@ class Capacity:
         return self.slots * self.slot_bytes + self.rows * self.row_bytes + self.spare_bytes
 
     @classmethod
-    def of(cls, shapes: Shapes, dtype: torch.dtype, most_bytes: int) -> Capacity:
+    def of(cls, shapes: Shapes, dtype: torch.dtype, most_bytes: int, least_rows: int) -> Capacity:
         """As much as fits in a number of bytes.
 
-        ValueError, naming what it takes, where no prefix of `LEAST_ROWS` rows fits, and for layers of one type alone.
+        ValueError, naming what it takes, where no prefix of `least_rows` rows fits, and for layers of one type alone.
         """
         linear = shapes.layer_types.count("linear_attention")
         attention = len(shapes.layer_types) - linear
@@ -83,8 +79,8 @@ class Capacity:
         row = attention * 2 * shapes.kv_heads * shapes.head_dim * dtype.itemsize
         half = most_bytes // 2
         slots, rows = (half - conv) // slot, half // row - 1
-        if slots < 1 or rows < LEAST_ROWS:
-            least = 2 * max(slot + conv, (LEAST_ROWS + 1) * row)
+        if slots < 1 or rows < least_rows:
+            least = 2 * max(slot + conv, (least_rows + 1) * row)
             raise ValueError(
                 f"{most_bytes} bytes hold no prefix of this model, of which {least} bytes hold the first"
             )
@@ -175,7 +171,7 @@ class PrefixCache:
         dtype: torch.dtype,
         device: torch.device,
         capacity: Capacity,
-        least_rows: int = LEAST_ROWS,
+        least_rows: int,
     ):
         self.capacity = capacity
         self.layers: list[KeptStates | KeptRows] | None = capacity.allocate(shapes, dtype, device)

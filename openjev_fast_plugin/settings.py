@@ -23,6 +23,7 @@ QUEUE_VARIABLE = "OPENJEV_FAST_QUEUE"
 QUEUE_ROWS_VARIABLE = "OPENJEV_FAST_QUEUE_ROWS"
 WAIT_VARIABLE = "OPENJEV_FAST_WAIT_US"
 PREFIX_BYTES_VARIABLE = "OPENJEV_FAST_PREFIX_BYTES"
+PREFIX_ROWS_VARIABLE = "OPENJEV_FAST_PREFIX_ROWS"
 ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
 WARMUP_VARIABLE = "OPENJEV_FAST_WARMUP"
 
@@ -61,6 +62,9 @@ class Settings:
     wait_us: int = 0
     # Bytes of device memory in which prefixes are kept from one request to the next; 0: none are kept.
     prefix_bytes: int = 0
+    # Shorter ones are not kept: what computing so few rows beside others takes is about what copying and, the first
+    # time, launching the kernels of another shape take.
+    prefix_rows: int = 256
     # The file that a line is appended to for every HTTP request; None: there is no such log.
     access_log: str | None = None
     # One of TUNING. Another choice sums in another order and rounds differently. Answers are decisions, so the default
@@ -79,6 +83,8 @@ class Settings:
             "queue_rows": _number(environ, QUEUE_ROWS_VARIABLE, 1),
             "wait_us": _number(environ, WAIT_VARIABLE, 0, _MOST_WAIT_US),
             "prefix_bytes": _bytes(environ, PREFIX_BYTES_VARIABLE),
+            # What is kept of the convolution's input is the last three rows.
+            "prefix_rows": _number(environ, PREFIX_ROWS_VARIABLE, 3),
         }
         given = {name: value for name, value in numbers.items() if value is not None}
         tuning = _value(environ, TUNING_VARIABLE) or cls.tuning

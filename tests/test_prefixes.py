@@ -24,7 +24,7 @@ from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import FastEngine, PackedForward
 from openjev_fast_plugin.layout import Layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
-from openjev_fast_plugin.prefixes import LEAST_ROWS, Capacity, KeptStates, Planned, PrefixCache
+from openjev_fast_plugin.prefixes import Capacity, KeptStates, Planned, PrefixCache
 from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.takeover import accelerate
 from openjev_fast_plugin.weights import Weights, take_weights
@@ -32,6 +32,7 @@ from openjev_fast_plugin.weights import Weights, take_weights
 # Of a probability, in float32.
 BOUND = 1e-5
 PLENTY = 4 << 20
+LEAST_ROWS = 8
 VOCABULARY = 64
 
 Sequences = list[np.ndarray]
@@ -50,10 +51,10 @@ def weights() -> Weights:
 
 
 def cache_of(weights: Weights, **changed: int) -> PrefixCache:
-    """A cache of prefixes of 8 rows and more; slots and rows as given."""
-    capacity = Capacity.of(weights.shapes, weights.dtype, PLENTY)
+    """A cache of prefixes of `LEAST_ROWS` and more; slots and rows as given."""
+    capacity = Capacity.of(weights.shapes, weights.dtype, PLENTY, LEAST_ROWS)
     return PrefixCache(
-        weights.shapes, weights.dtype, weights.device, replace(capacity, **changed), least_rows=8
+        weights.shapes, weights.dtype, weights.device, replace(capacity, **changed), LEAST_ROWS
     )
 
 
@@ -317,20 +318,20 @@ def test_two_forwards_prepared_at_once_keep_a_prefix_once(weights):
 
 def test_too_few_bytes_are_refused_with_what_is_needed(weights):
     def capacity(most_bytes: int) -> Capacity:
-        return Capacity.of(weights.shapes, weights.dtype, most_bytes)
+        return Capacity.of(weights.shapes, weights.dtype, most_bytes, 256)
 
     with pytest.raises(ValueError, match="1000 bytes hold no prefix of this model, of which") as caught:
         capacity(1000)
     least = int(str(caught.value).split(" bytes hold the first")[0].rsplit(" ", 1)[1])
-    assert capacity(least).slots >= 1 and capacity(least).rows == LEAST_ROWS
+    assert capacity(least).slots >= 1 and capacity(least).rows == 256
     with pytest.raises(ValueError):
         capacity(least - 2)
 
 
 @pytest.mark.parametrize("most_bytes", [200_000, 1 << 20, (1 << 22) + 12345])
 def test_a_number_of_bytes_is_used_and_never_passed(weights, most_bytes):
-    capacity = Capacity.of(weights.shapes, weights.dtype, most_bytes)
-    cache = PrefixCache(weights.shapes, weights.dtype, weights.device, capacity)
+    capacity = Capacity.of(weights.shapes, weights.dtype, most_bytes, LEAST_ROWS)
+    cache = PrefixCache(weights.shapes, weights.dtype, weights.device, capacity, LEAST_ROWS)
     assert held_tensors(cache) == capacity.total_bytes
     # One piece of memory, which no allocator rounds up for each layer, and no two tables share a byte.
     tables = [table for layer in cache.layers for table in layer]
@@ -343,7 +344,7 @@ def test_a_number_of_bytes_is_used_and_never_passed(weights, most_bytes):
     assert all(table.is_contiguous() for table in tables)
     assert all(layer.states.data_ptr() % 16 == 0 for layer in cache.layers if isinstance(layer, KeptStates))
     unused = most_bytes - held_tensors(cache)
-    assert 0 <= unused < capacity.slot_bytes + capacity.row_bytes + 1 and LEAST_ROWS == cache._least_rows
+    assert 0 <= unused < capacity.slot_bytes + capacity.row_bytes + 1
 
 
 # What fails
@@ -560,6 +561,18 @@ def test_asking_again_about_a_state_computes_the_question(tiny_checkpoint, plain
     odd = f"{text(300, 6)}\n\nQuestion: {records_about('', 4)[0]['question']}\n{text(20, 7)}"
     for _ in range(2):
         same_probabilities(engine.score(records_about(odd, 4)), plain_engine.score(records_about(odd, 4)))
+
+
+def test_states_of_fewer_rows_are_kept_where_it_is_asked(tiny_checkpoint, plain_engine):
+    reused = {}
+    for least in (256, 32):
+        engine = engine_of(tiny_checkpoint, prefix_bytes=256 << 20, prefix_rows=least)
+        for seed in range(2):
+            records = records_about(text(60, 5), seed)
+            found = engine.score(records)
+            same_probabilities(found, plain_engine.score(records))
+        reused[least] = found.stats["rows_reused"]
+    assert reused[256] == 0 and 32 <= reused[32] < 256
 
 
 def test_a_state_that_grows_by_a_paragraph_is_computed_from_there(tiny_checkpoint, plain_engine):

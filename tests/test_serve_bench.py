@@ -15,6 +15,8 @@ import soak
 from hosts import run
 from http_server import JEV, ONE_THREAD, PYTHON
 
+from openjev_fast_plugin.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -85,6 +87,9 @@ def test_servers_of_modes():
     assert words("fast") == "--profile 27b --device cuda:0 --backend fast --warmup 72"
     assert words("fla") == "--profile 27b --delta-rule fla --device cuda:0 --backend torch"
     assert words("torch") == "--profile 27b --delta-rule torch --device cuda:0 --backend torch"
+    assert words("kept") == words("fast")
+    kept, plain = (Settings.read(serve_bench.environment_of(mode)) for mode in ("kept", "fast"))
+    assert (kept.prefix_bytes, kept.prefix_rows, plain.prefix_bytes) == (2 << 30, 32, 0)
     args.checkpoint = Path("C")
     assert serve_bench.server_of("fla", args) == [
         "-m", "jev.server", "--checkpoint", "C", "--device", "cuda:0", "--backend", "torch",

@@ -67,6 +67,7 @@ def test_access_log():
 def test_bytes_of_kept_prefixes(value, expected):
     assert Settings.read({"OPENJEV_FAST_PREFIX_BYTES": value}) == Settings(prefix_bytes=expected)
     assert Settings.read({}).prefix_bytes == Settings().prefix_bytes == 0
+    assert Settings.read({"OPENJEV_FAST_PREFIX_ROWS": "32"}) == Settings(prefix_rows=32)
 
 
 @pytest.mark.parametrize("value", ["2GB", "2G", "-1", "1.5GiB", "GiB", "many", "²", "1" * 16])
@@ -128,6 +129,7 @@ def test_the_queue_and_who_shares_a_forward():
         ("QUEUE", "0", "from 1 to"),
         ("QUEUE_ROWS", "0", "from 1 to"),
         ("WAIT_US", "1001", "from 0 to 1000"),
+        ("PREFIX_ROWS", "2", "from 3 to"),
     ],
 )
 def test_limits_of_the_numbers(name, value, limits):

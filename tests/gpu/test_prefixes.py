@@ -21,6 +21,7 @@ from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
 from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Outcome
+from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.weights import Weights, take_weights
 
 pytestmark = [
@@ -46,8 +47,9 @@ def weights() -> Weights:
 
 
 def packed_of(weights: Weights, portable: tuple[str, ...] = (), most_bytes: int = 1 << 30, **changed: int):
-    capacity = replace(Capacity.of(weights.shapes, weights.dtype, most_bytes), **changed)
-    cache = PrefixCache(weights.shapes, weights.dtype, DEVICE, capacity)
+    least = Settings().prefix_rows
+    capacity = replace(Capacity.of(weights.shapes, weights.dtype, most_bytes, least), **changed)
+    cache = PrefixCache(weights.shapes, weights.dtype, DEVICE, capacity, least)
     return PackedForward(weights, list(portable), prefixes=cache)
 
 
