@@ -84,7 +84,6 @@ __global__ void __launch_bounds__(kGroups* kLinearGroupThreads + kWarp, 1)
                     first_column + step * kStepColumns, first_feature + piece * features);
         }
       };
-      // Rows of x past the copied ones stay as they are: they reach no row of out.
       auto copy_x = [&](int step) {
         copy_box(shared_address(shared.x[step % kStages]), x_map,
                  shared_address(&shared.full[step % kStages]), first_column + step * kStepColumns, 0);
@@ -108,6 +107,19 @@ __global__ void __launch_bounds__(kGroups* kLinearGroupThreads + kWarp, 1)
   }
 
   const int group = warp / 4;
+  // Rows of x past the copied ones are zeros. They reach no row of out, but their products take power, and a card at its
+  // limit lowers its clock for them.
+  const int copied = min(max(x_rows - group * kLinearGroupRows, 0), kLinearGroupRows);
+  for (int stage = 0; stage < kStages; ++stage) {
+    unsigned char* rows = shared.x[stage] + group * kLinearGroupRows * kStepRowBytes;
+    for (int offset = copied * kStepRowBytes + static_cast<int>(threadIdx.x) % kLinearGroupThreads * 16;
+         offset < kLinearGroupRows * kStepRowBytes; offset += kLinearGroupThreads * 16) {
+      *reinterpret_cast<uint4*>(rows + offset) = uint4{};
+    }
+  }
+  fence_async();
+  warpgroup_sync(1 + group);
+
   float sum[kPieces][kTile / 2];
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages;
