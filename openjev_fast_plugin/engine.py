@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from openjev_fast_plugin.tuner import IdleTuning, Tuning
 
 # Rows in eights keep cuBLAS on its fast kernels (bench/LOG.md); nodes and reads in eights let requests share graphs.
 CUDA_BUCKET = Bucket(rows=8, nodes=8, reads=8)
-# What several requests make together has many more sizes; a graph costs more than some rows (bench/LOG.md).
-SHARED_BUCKET = Bucket(rows=16, nodes=16, reads=16)
+# What several requests make together has many more sizes; a graph costs more than empty nodes (bench/LOG.md).
+SHARED_BUCKET = Bucket(rows=8, nodes=16, reads=16)
 MEMINFO = Path("/proc/meminfo")
 
 # A request of more rows is cut into several forwards, between which others get their turn, where that repeats little.
@@ -46,6 +46,7 @@ CUT_ROWS = 4096
 _MOST_REPEATED = 0.05
 
 Part = list[tuple[int, slice]]
+LayoutT = TypeVar("LayoutT", Layout, PackedLayout)
 
 _log = logging.getLogger("openjev_fast")
 
@@ -73,7 +74,8 @@ class PackedForward:
     """Packed forwards of one model's weights on its device, as the scheduler runs them: one at a time.
 
     portable: what `portable_ops` says of the weights. idle_work: done while the device is idle, where forwards are
-    captured. prefixes: those kept from one forward to the next; None: none are.
+    captured. prefixes: those kept from one forward to the next; None: none are. best_rows: of a number of rows, it or
+    a larger one that is computed faster; None: it.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class PackedForward:
         portable: list[str],
         idle_work: IdleWork | None = None,
         prefixes: PrefixCache | None = None,
+        best_rows: Callable[[int], int] | None = None,
     ):
         self.weights, self.prefixes = weights, prefixes
+        self._best_rows = best_rows or (lambda rows: rows)
         # Of one request's forward, and of one that several share.
         self.bucket = self.shared_bucket = Bucket()
         self.graphs: GraphedForward[Layout | PackedLayout] | None = None
@@ -117,12 +121,23 @@ class PackedForward:
         if plan is not None and roots is not None:
             kept = [(prefix.place, prefix.rows) for prefix in plan.used]
             keep = [(node, *path) for node, path in zip(plan.node, plan.path, strict=True)]
-            layout = build_layout(plan.forest, bucket, portable, few, kept, keep)
+            layout = self._at_best_rows(
+                bucket, lambda bucket: build_layout(plan.forest, bucket, portable, few, kept, keep)
+            )
             return Planned(sequences, roots, shared, plan, layout)
         if portable:
-            return build_layout(build_forest(sequences), bucket, few_queries=few)
+            forest = build_forest(sequences)
+            return self._at_best_rows(bucket, lambda bucket: build_layout(forest, bucket, few_queries=few))
         pinned = self.weights.device.type == "cuda"
-        return packed_layout.pack_layout(sequences, bucket, few, pinned)
+        return self._at_best_rows(
+            bucket, lambda bucket: packed_layout.pack_layout(sequences, bucket, few, pinned)
+        )
+
+    def _at_best_rows(self, bucket: Bucket, lay_out: Callable[[Bucket], LayoutT]) -> LayoutT:
+        """What `lay_out` makes, of the number of rows that is computed fastest."""
+        layout = lay_out(bucket)
+        best = self._best_rows(layout.rows)
+        return layout if best == layout.rows else lay_out(replace(bucket, rows=best))
 
     def count_rows(self, sequences: list[np.ndarray]) -> int:
         """What these sequences take by themselves, not rounded up: `forest.count_rows`."""
@@ -299,7 +314,8 @@ class FastEngine:
         # Not a method: what the scheduler holds must not hold the engine.
         self._max_rows = lambda: settings.max_rows or max(default, model.max_length)
         idle = IdleTuning(self.tuning) if self.tuning is not None and settings.tuning == "idle" else None
-        self._packed = PackedForward(self._weights, self._portable, idle, prefixes)
+        best_rows = None if self.tuning is None else self.tuning.best_rows
+        self._packed = PackedForward(self._weights, self._portable, idle, prefixes, best_rows)
         if settings.tuning == "idle" and self._packed.graphs is None:
             _log.warning(
                 "openjev-fast: nothing is tuned when idle: forwards are not captured, with %s in PyTorch",

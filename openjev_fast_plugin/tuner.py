@@ -59,6 +59,8 @@ LARGEST_RATIO = 1.05
 # of which took longer than this share of the default's time.
 _GROUP, _FINALISTS, _WORTH_A_FINAL = 6, 6, 1.02
 _SCREENING_ROUNDS, _FINAL_ROUNDS = 2, 11
+# How far up the fastest number of rows is looked for, and what a further row costs beside the products, of their time.
+_ROWS_AHEAD, _COST_OF_A_ROW = 16, 1e-3
 # Larger forwards run eagerly, for so long that choosing better is no use; nothing is tuned for them when idle.
 MOST_ROWS = 4096
 # Algorithms asked of cuBLASLt for one form of a product; for partial sums, which are seldom best, fewer.
@@ -460,6 +462,7 @@ class Tuning:
         self.entries = {product: entry for product, entry in known.items() if product not in unfit}
         for product, entry in self.entries.items():
             choices.choose(product, entry.choice, tuner.ways.default(product))
+        self._forward_us = self._time_of_forwards()
 
     @classmethod
     def of(cls, weights: Weights) -> Tuning:
@@ -491,6 +494,28 @@ class Tuning:
             for count in rows
             for weight in self.tuner.weights
         ]
+
+    def best_rows(self, rows: int) -> int:
+        """So many rows or somewhat more, whichever a forward computes fastest by what was known at the start.
+
+        cuBLAS is up to 4 % faster at some numbers of rows than at 8 less (bench/LOG.md). What is tuned later changes
+        nothing here: a request is laid out alike as long as the model is served.
+        """
+        if rows not in self._forward_us:
+            return rows
+        near = (count for count in self._forward_us if rows <= count <= rows + _ROWS_AHEAD)
+        return min(near, key=lambda count: self._forward_us[count] * (1 + _COST_OF_A_ROW * (count - rows)))
+
+    def _time_of_forwards(self) -> dict[int, float]:
+        """Microseconds of all products of a forward, by number of rows, where all of them were measured."""
+        found = {}
+        for rows in {product.rows for product in self.entries}:
+            products = {weight: Product(weight.op, rows, *weight[1:]) for weight in self.counts}
+            if all(product in self.entries for product in products.values()):
+                found[rows] = sum(
+                    self.counts[weight] * self.entries[product].us for weight, product in products.items()
+                )
+        return found
 
     def tune(self, product: Product) -> Generator[None, None, Entry]:
         """Tune a product, put the choice in force and keep it; yields as `Tuner.tune` does.

@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -449,15 +450,13 @@ class Graphs:
 @pytest.mark.parametrize("held", [True, False], ids=["captured", "new_shape"])
 def test_what_is_captured_keeps_nothing(weights, held, monkeypatch):
     # Compiled code lays out what has no prefixes.
-    plain_layout = []
-    monkeypatch.setattr(
-        engine_module.packed_layout, "pack_layout", lambda *given, **_: plain_layout.append(given)
-    )
+    compiled = SimpleNamespace(rows=8)
+    monkeypatch.setattr(engine_module.packed_layout, "pack_layout", lambda *given, **_: compiled)
     packed = packed_of(weights)
     packed.graphs, packed._thread = Graphs(weights, held), None
     packed.start(packed.prepare(*about(STATES[0], (1, 5))))()
     packed.start(packed.prepare(*about(STATES[0], (2, 5))))()
-    assert packed.prepare(*about(tokens(1, 3), (2, 5))) is None and len(plain_layout) == 1
+    assert packed.prepare(*about(tokens(1, 3), (2, 5))) is compiled
     (keeps, example), (reads, other) = packed.graphs.given
     assert keeps.shape_key() == example.shape_key() and reads is other
     assert keeps.delta.node[:, 6].max() > 0 < keeps.reuse.keep_place.min()

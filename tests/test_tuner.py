@@ -446,6 +446,44 @@ def test_a_second_start_tunes_nothing(setup):
     assert not IdleTuning(second).step()
 
 
+def test_a_forward_has_the_number_of_rows_that_is_computed_fastest(setup):
+    def known(**us: float) -> dict[Product, Entry]:
+        return {
+            PRODUCT._replace(rows=int(rows[1:])): Entry(way(1), each, 200.0, 0.1, 0.1)
+            for rows, each in us.items()
+        }
+
+    # 272 rows take longer than 280; 296 are not worth 16 rows more; 400 are faster, and too far.
+    times = known(r264=95.0, r272=104.0, r280=100.0, r288=105.0, r296=103.9, r304=104.5, r400=1.0)
+    tables.merge(tables.SHIPPED, FACTS, times)
+    tuning = setup.tuning()
+    found = {rows: tuning.best_rows(rows) for rows in (200, 264, 272, 280, 288, 296, 304, 384, 390, 400)}
+    assert found == {
+        200: 200, 264: 264, 272: 280, 280: 280, 288: 296, 296: 296, 304: 304, 384: 384, 390: 390, 400: 400,
+    }  # fmt: skip
+    # What is tuned while the model is served changes no layout.
+    faster = PRODUCT._replace(rows=272)
+    with torch.inference_mode():
+        finished(tuning.tune(faster))
+    assert tuning.entries[faster].us == 60.0 and tuning.best_rows(272) == 280
+    assert setup.tuning().best_rows(272) == 272
+
+
+def test_rows_of_which_a_product_was_not_measured_stay_as_they_are(setup):
+    tables.merge(
+        tables.SHIPPED,
+        FACTS,
+        {
+            PRODUCT._replace(rows=rows): Entry(way(1), us, 200.0, 0.1, 0.1)
+            for rows, us in ((16, 9.0), (24, 1.0))
+        },
+    )
+    tuning = setup.tuning()
+    assert tuning.best_rows(16) == 24
+    tuning.counts = {**tuning.counts, Weight("linear", 8, 8): 1}
+    assert not tuning._time_of_forwards()
+
+
 def test_the_shipped_table_is_in_force_and_the_users_own_goes_before_it(setup):
     other = PRODUCT._replace(rows=24)
     entries = {PRODUCT: Entry(way(1), 1.0, 2.0, 0.1, 0.1), other: Entry(way(1), 3.0, 4.0, 0.1, 0.1)}
