@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,6 +144,18 @@ class PackedForward:
         count = forest.count_rows if self.graphs is None else packed_layout.count_rows
         return count(sequences)
 
+    def kind(self, prepared: Layout | PackedLayout | Planned) -> Hashable | None:
+        # A replay is put behind whatever the stream has to do.
+        if isinstance(prepared, Planned) or not self._replays(prepared):
+            return None
+        return prepared.shape_key()
+
+    def _replays(self, layout: Layout | PackedLayout) -> bool:
+        """Whether starting a layout is to launch its graph, and no more."""
+        if self.graphs is None or self._thread is not None or self._observed is not None:
+            return False
+        return self.graphs.holds(layout)
+
     def start(self, prepared: Layout | PackedLayout | Planned) -> Callable[[], Outcome]:
         while isinstance(prepared, Planned):
             assert self.prefixes is not None
@@ -177,7 +189,7 @@ class PackedForward:
     def _start(self, layout: Layout | PackedLayout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
-        if self.graphs is not None and self._observed is None and self.graphs.holds(layout):
+        if self.graphs is not None and self._replays(layout):
             with torch.inference_mode():
                 scores, replayed = self.graphs(layout, example)
             return lambda: _outcome(scores, layout, replayed)

@@ -2,8 +2,9 @@
 
 There is no thread of its own. A request that finds the device free runs its forward on the thread it came in on; what
 arrives meanwhile waits, tokenized already, and the thread of the oldest one packs the next forward while the device
-works on the last. When the device is free, that thread launches first and then lets the answers of the forward before
-go out: answering takes Python's one lock for longer than launching does.
+works on the last. What the device can take while it works on another forward is launched shortly before that one is
+expected to end, so that the device does not wait for Python. Otherwise that thread launches when the device is free and
+then lets the answers of the forward before go out: answering takes Python's one lock for longer than launching does.
 
 Who goes into a forward: the request that waits longest, and of the others, in order of arrival, whatever adds at most
 `share_rows` rows to it, up to about half of those who wait and those being answered (`choose`). So a request that
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -41,6 +42,12 @@ _MOST_RETRY_SECONDS = 30
 
 # A forward of so many rows takes about as long as one of a few: the weights are read for any number.
 _FREE_ROWS = 128
+
+# How long before a forward is expected to end the next one is launched: longer than waking a thread and launching take,
+# and at most a part of the forward. Until then whoever arrives may still join the next one.
+_AHEAD_SECONDS, _AHEAD_PART = 1e-3, 1 / 8
+# Kinds of forwards whose duration is remembered.
+_MOST_KINDS = 4096
 
 
 class DeviceBroken(RuntimeError):
@@ -62,7 +69,7 @@ class Outcome:
 
 
 class Device(Protocol):
-    """Runs one forward at a time."""
+    """Runs forwards one after the other."""
 
     def prepare(
         self,
@@ -74,6 +81,12 @@ class Device(Protocol):
         """Everything of a forward that needs no device; another forward may be running.
 
         roots: of each sequence, where any request gave them. shared: they are several requests'.
+        """
+
+    def kind(self, prepared: Any) -> Hashable | None:
+        """What forwards that take equally long have in common, where `start` may be called before the last has ended.
+
+        None: it has to wait until then.
         """
 
     def start(self, prepared: Any) -> Callable[[], Outcome]:
@@ -137,17 +150,19 @@ class Scored:
     reused: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Packed:
     """A forward that is ready to start.
 
-    waiting: who waited when it was packed. last: it is not packed again for those who arrived since.
+    waiting: who waited when it was packed. last: it is not packed again for those who arrived since. kind: as the
+    device says.
     """
 
     tickets: list[Ticket]
     waiting: list[Ticket]
     last: bool
     prepared: Any = None
+    kind: Hashable | None = None
     error: Exception | None = None
 
 
@@ -208,7 +223,12 @@ class Scheduler:
         # Guards everything below; whoever packs the next forward waits on it.
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[Ticket] = deque()
-        self._busy = False
+        # Forwards that were started and have not ended; a second one where it was launched ahead.
+        self._in_flight: list[_Packed] = []
+        # When the first of them began to run, and the last that ended did so.
+        self._began = self._ended = -math.inf
+        # Seconds that the last forward of a kind took.
+        self._took: dict[Hashable, float] = {}
         # Requests of the forward that runs, or ran last.
         self._running = 0
         # Whose thread packs and runs the next forward; there is one whenever somebody waits.
@@ -334,19 +354,19 @@ class Scheduler:
                 outcome = wait()
             except BaseException as raised:
                 error = raised
-        self._settle(packed.tickets, outcome, error, started)
+        self._settle(packed, outcome, error, started)
         if error is not None and not isinstance(error, Exception):
             raise error
 
     def _pack(self) -> _Packed | None:
-        """Pack a forward, wait for the device and take it; None when nobody waits any more.
+        """Pack a forward, wait until it may be started and take the device; None when nobody waits any more.
 
         Packs again when somebody arrives while the device works, and at most once more when it is free.
         """
         packed: _Packed | None = None
         while True:
             with self._changed:
-                if packed is None or not self._busy:
+                if packed is None or not self._in_flight:
                     self._drop_gone()
                 waiting = list(self._queue)
                 if not waiting:
@@ -354,16 +374,24 @@ class Scheduler:
                     return None
                 hold = self._hold_until - self._clock()
                 if packed is not None and (packed.last or packed.waiting == waiting):
-                    if not self._busy and (packed.last or hold <= 0):
+                    busy = bool(self._in_flight)
+                    ahead = self._until_launch(packed) if busy else None
+                    if not busy and (packed.last or hold <= 0):
                         self._take(packed)
                         return packed
-                    self._ready = self._busy
+                    if ahead is not None and ahead <= 0:
+                        self._drop_gone()
+                        if packed.waiting == list(self._queue):
+                            self._take(packed)
+                            return packed
+                        continue
+                    self._ready = busy
                     try:
-                        self._changed.wait(None if self._busy else hold)
+                        self._changed.wait(ahead if busy else hold)
                     finally:
                         self._ready = False
                     continue
-                last = not self._busy and hold <= 0
+                last = not self._in_flight and hold <= 0
                 answers, running = self._take_unanswered(), self._running
             _wake(answers)
             tickets = choose(waiting, self._share_rows, self._max_rows(), running)
@@ -374,18 +402,33 @@ class Scheduler:
             sequences = [sequence for ticket in tickets for sequence in ticket.sequences]
             try:
                 prepared = self._device.prepare(sequences, _roots(tickets), shared=len(tickets) > 1)
-                packed = _Packed(tickets, waiting, last, prepared)
+                packed = _Packed(tickets, waiting, last, prepared, self._device.kind(prepared))
             except Exception as error:
                 packed = _Packed(tickets, waiting, last, error=error)
 
     def _take(self, packed: _Packed) -> None:
         """The device is ours, and the next in the queue has the lead; called with the lock held."""
-        self._busy, self._running = True, len(packed.tickets)
+        if not self._in_flight:
+            self._began = self._clock()
+        self._in_flight.append(packed)
+        self._running = len(packed.tickets)
         taken = set(packed.tickets)
         left = [ticket for ticket in self._queue if ticket not in taken]
         self._queue.clear()
         self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None
+
+    def _until_launch(self, packed: _Packed) -> float | None:
+        """Seconds until a forward is to be launched behind the one that runs; None: not before that one has ended.
+
+        Called with the lock held.
+        """
+        if len(self._in_flight) != 1 or packed.kind is None or self._wait_seconds:
+            return None
+        took = self._took.get(self._in_flight[0].kind)
+        if took is None:
+            return None
+        return self._began + took - min(_AHEAD_SECONDS, took * _AHEAD_PART) - self._clock()
 
     def _answer_and_pass_on(self) -> None:
         """Now that the device works: let waiting answers out, and the next leader begin."""
@@ -396,10 +439,15 @@ class Scheduler:
             leader.woken.set()
 
     def _settle(
-        self, tickets: list[Ticket], outcome: Outcome | None, error: BaseException | None, started: float
+        self, packed: _Packed, outcome: Outcome | None, error: BaseException | None, started: float
     ) -> None:
-        """Give each ticket its scores or its error, or put it back to run alone; the device is free again."""
-        ended = self._clock()
+        """Give each ticket its scores or its error, or put it back to run alone; this forward has ended."""
+        ended, tickets = self._clock(), packed.tickets
+        # One that was launched ahead began when the one before it ended.
+        began = min(max(started, self._ended), ended)
+        if self._broken is not None:
+            # What was launched before that is known is of a broken device too.
+            outcome, error = None, self._lost()
         shared = len(tickets) > 1
         again: list[Ticket] = []
         verdict: str | None = None
@@ -415,25 +463,25 @@ class Scheduler:
                     # Values that are not finite spread to others of the same forward.
                     again.append(ticket)
                 else:
-                    waited, took = started - ticket.arrived, ended - started
+                    waited, took = began - ticket.arrived, ended - began
                     ticket.scored = Scored(
                         scores, outcome.rows, outcome.replayed, len(tickets), waited, took, outcome.reused
                     )
                     self._metrics.waited(waited)
-            self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - started)
+            self._metrics.forward(len(tickets), outcome.rows, outcome.replayed, ended - began)
             if again:
                 self._metrics.ran_again("not_finite", len(again))
         else:
             assert error is not None
-            verdict = self._device.diagnose(error)
+            verdict = "broken" if self._broken is not None else self._device.diagnose(error)
             if verdict == "memory":
                 # The frames it went through still hold what they had allocated.
                 traceback.clear_frames(error.__traceback__)
                 self._device.release_memory()
-            if verdict == "broken":
+            if verdict == "broken" and self._broken is None:
                 # From the answer of every request, and once from here with where it happened.
                 _log.critical("openjev-fast: the device is lost: %s", error, exc_info=error)
-            elif shared:
+            elif verdict != "broken" and shared:
                 again = list(tickets)
                 self._metrics.ran_again("no_memory" if verdict == "memory" else "failed", len(again))
                 _log.warning(
@@ -445,13 +493,21 @@ class Scheduler:
             else:
                 tickets[0].error = error
 
+        callbacks: list[Callable[[str], None]] = []
         with self._changed:
-            self._busy = False
+            self._in_flight.remove(packed)
+            self._began = self._ended = ended
             if outcome is not None:
-                self._note_rate(outcome.rows + outcome.reused, ended - started)
+                self._note_rate(outcome.rows + outcome.reused, ended - began)
+                if packed.kind is not None:
+                    if len(self._took) >= _MOST_KINDS:
+                        self._took.clear()
+                    self._took[packed.kind] = ended - began
             if verdict == "broken":
                 again = []
-                self._broken = f"{type(error).__name__}: {error}"
+                if self._broken is None:
+                    self._broken = f"{type(error).__name__}: {error}"
+                    callbacks = self._callbacks
                 tickets = [*tickets, *self._queue]
                 self._queue.clear()
                 for ticket in tickets:
@@ -467,11 +523,10 @@ class Scheduler:
             leader = None
             if self._leader is None and self._queue:
                 leader = self._leader = self._queue[0]
-            if self._ready and not again and not self._wait_seconds:
+            if self._ready and not again and not self._wait_seconds and not self._in_flight:
                 self._unanswered += settled
                 settled = []
             self._changed.notify()
-            callbacks = self._callbacks if verdict == "broken" else []
         if leader is not None:
             leader.woken.set()
         _wake(settled)

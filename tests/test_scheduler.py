@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,11 @@ class FakeDevice:
         self.released = 0
         self.fail_prepare: Callable[[list[np.ndarray]], None] = lambda sequences: None
         self.fail_start: Callable[[list[np.ndarray]], None] = lambda sequences: None
+        # Of every forward; None: one at a time.
+        self.same_kind: str | None = None
+
+    def kind(self, prepared: list[np.ndarray]) -> str | None:
+        return self.same_kind
 
     def prepare(self, sequences: list[np.ndarray], roots: None, *, shared: bool) -> list[np.ndarray]:
         assert roots is None
@@ -86,7 +92,7 @@ class FakeDevice:
 
     def start(self, prepared: list[np.ndarray]) -> Callable[[], Outcome]:
         self.fail_start(prepared)
-        assert self.running == 0, "two forwards at once"
+        assert self.running < (1 if self.same_kind is None else 2), "too many forwards at once"
         self.running += 1
         run = Run(prepared)
         self.runs.put(run)
@@ -193,6 +199,8 @@ class Bench:
         return self.metrics.registry.get_sample_value(f"openjev_fast_{name}", labels)
 
     def close(self) -> None:
+        """Ends what runs for those who have left."""
+        self.end_until(lambda: not self.scheduler._in_flight and self.scheduler._leader is None)
         self._pool.shutdown()
 
 
@@ -914,6 +922,148 @@ def test_one_leads_at_a_time(bench):
     assert most == 1
 
 
+# Launched ahead
+
+
+class Ahead:
+    """A forward of requests about 100 runs since 0 seconds on the clock, on a device that takes 0.02 for it.
+
+    Forwards are replays: the next one may be launched from 0.019 on.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.bench = Bench(clock=self.clock, **options)
+        self.bench.device.same_kind = "replay"
+        first = self.bench.ask(tokens(0))
+        run = self.bench.device.next()
+        self.clock.now += 0.02
+        run.end()
+        good(first, tokens(0))
+        self.running = self.bench.ask(tokens(100))
+        self.run = self.bench.device.next()
+
+    def launches(self) -> bool:
+        """Whether a forward is launched within a time that is long for a thread."""
+        try:
+            self.next = self.bench.device.runs.get(timeout=0.2)
+        except queue.Empty:
+            return False
+        return True
+
+
+def test_a_replay_is_launched_before_the_one_that_runs_has_ended():
+    ahead = Ahead()
+    bench, clock = ahead.bench, ahead.clock
+    clock.now += 0.010
+    second = bench.ask(tokens(200))
+    clock.now += 0.005
+    third = bench.ask(tokens(300))
+    assert not ahead.launches()
+    # Until a millisecond before the end others may join.
+    clock.now += 0.0045
+    assert ahead.launches() and ahead.next.first_tokens() == {200, 300}
+    later = bench.ask(tokens(400))
+    clock.now += 0.0005
+    assert not ahead.running.done() and not bench.scheduler._unanswered
+    ahead.run.end()
+    scored = good(ahead.running, tokens(100))
+    assert (scored.waited, scored.took) == pytest.approx((0.0, 0.02))
+    shared = ahead.next
+    # The second began when the first had ended.
+    clock.now += 0.018
+    assert not ahead.launches()
+    clock.now += 0.012
+    assert ahead.launches() and ahead.next.first_tokens() == {400}
+    shared.end()
+    # It began when the device was free, and took what it took from then on.
+    assert [
+        (good(each, tokens(start)).waited, each.result().took)
+        for each, start in ((second, 200), (third, 300))
+    ] == [
+        pytest.approx((0.010, 0.03)),
+        pytest.approx((0.005, 0.03)),
+    ]
+    ahead.next.end()
+    good(later, tokens(400))
+    assert bench.scheduler.inside == 0 and not bench.scheduler._in_flight
+    assert bench.sample("forward_seconds_sum") == pytest.approx(0.02 + 0.02 + 0.03)
+    bench.close()
+
+
+@pytest.mark.parametrize("why", ["no replay", "unknown", "waits for others", "two already"])
+def test_what_is_not_launched_ahead(why):
+    ahead = Ahead(**({"wait_seconds": 1e-4} if why == "waits for others" else {}))
+    bench = ahead.bench
+    if why == "no replay":
+        bench.device.kind = lambda prepared: None
+    if why == "unknown":
+        bench.scheduler._took.clear()
+    ahead.clock.now += 0.0195
+    others = [bench.ask(tokens(200))]
+    assert ahead.launches() == (why == "two already")
+    if why == "two already":
+        others.append(bench.ask(tokens(300)))
+        launched = ahead.next
+        assert not ahead.launches()
+        launched.end()
+    ahead.run.end()
+    good(ahead.running, tokens(100))
+    # The time for which a free device waits for others is over.
+    ahead.clock.now += 1
+    bench.end_until(lambda: all(each.done() for each in others))
+    for number, each in enumerate(others, 2):
+        good(each, tokens(100 * number))
+    bench.close()
+
+
+def test_nobody_is_launched_ahead_who_has_hung_up():
+    ahead = Ahead()
+    gone = threading.Event()
+    left = ahead.bench.ask(tokens(200), gone=gone.is_set)
+    stays = ahead.bench.ask(tokens(300))
+    ahead.bench.until(lambda: ahead.bench.scheduler._ready)
+    gone.set()
+    ahead.clock.now += 0.0195
+    assert ahead.launches() and ahead.next.first_tokens() == {300}
+    ahead.run.end()
+    ahead.next.end()
+    # Its thread had the lead, and ran that forward for the other.
+    assert isinstance(left.exception(SECONDS), ClientGone)
+    good(ahead.running, tokens(100))
+    good(stays, tokens(300))
+    ahead.bench.close()
+
+
+def test_what_was_launched_on_a_device_that_is_lost_is_not_answered():
+    ahead = Ahead()
+    reasons: list[str] = []
+    ahead.bench.scheduler.on_broken(reasons.append)
+    second = ahead.bench.ask(tokens(200))
+    ahead.clock.now += 0.0195
+    assert ahead.launches()
+    ahead.run.end(Lost("an illegal memory access"))
+    assert isinstance(ahead.running.exception(SECONDS), DeviceBroken)
+    ahead.next.end()
+    assert isinstance(second.exception(SECONDS), DeviceBroken)
+    assert reasons == ["Lost: an illegal memory access"] and ahead.bench.scheduler.inside == 0
+    assert ahead.bench.scheduler.broken == "Lost: an illegal memory access"
+    ahead.bench.close()
+
+
+def test_a_fault_of_the_one_that_runs_does_not_touch_the_one_launched_ahead():
+    ahead = Ahead()
+    second = ahead.bench.ask(tokens(200))
+    ahead.clock.now += 0.0195
+    assert ahead.launches()
+    ahead.run.end(RuntimeError("of the test"))
+    with pytest.raises(RuntimeError, match="of the test"):
+        ahead.running.result(SECONDS)
+    ahead.next.end()
+    good(second, tokens(200))
+    ahead.bench.close()
+
+
 # Any order of events
 
 
@@ -921,45 +1071,47 @@ def test_one_leads_at_a_time(bench):
 @given(data=st.data())
 def test_any_order_of_arrivals_ends_and_faults(data):
     """Everybody is answered once: its own scores, or a fault of its own."""
-    bench = Bench(share_rows=data.draw(st.sampled_from([0, 5, 1000])), most_requests=8)
-    waiting: dict[int, tuple[Future[Scored], np.ndarray, str]] = {}
-    fault = {0: "none", 1: "nan", 2: "fails", 3: "leaves"}
-    kinds: dict[int, str] = {}
-    gone: dict[int, threading.Event] = {}
-    refused = 0
-    for number in range(1, data.draw(st.integers(1, 14)) + 1):
-        start, length = 1000 * number, data.draw(st.integers(1, 6))
-        kinds[start] = kind = fault[data.draw(st.sampled_from([0, 0, 0, 1, 2, 3]))]
-        gone[start] = threading.Event()
-        future = bench.ask(tokens(start, length), gone=gone[start].is_set)
-        waiting[start] = (future, tokens(start, length), kind)
-        if kind == "leaves" and data.draw(st.booleans()):
-            gone[start].set()
-        if data.draw(st.booleans()) and not bench.device.runs.empty():
-            _end(bench.device.next(), kinds)
-    bench.end_until(
-        lambda: all(future.done() for future, _, _ in waiting.values()), lambda run: _end(run, kinds)
-    )
-    for start, (future, sequence, kind) in waiting.items():
-        error = future.exception(SECONDS)
-        if isinstance(error, Unavailable):
-            refused += 1
-        elif isinstance(error, ClientGone):
-            assert kind == "leaves" and gone[start].is_set()
-        elif kind == "fails":
-            assert isinstance(error, RuntimeError) and str(error) == f"fault of {start}"
-        else:
-            assert error is None
-            scores = future.result().scores
-            assert np.isnan(scores).all() if kind == "nan" else scores.tolist() == [score_of(sequence)]
-    assert bench.scheduler.inside == 0 and bench.scheduler._leader is None
-    assert (bench.sample("refused_total") or 0) == refused
-    bench.close()
+    with closing(Bench(share_rows=data.draw(st.sampled_from([0, 5, 1000])), most_requests=8)) as bench:
+        bench.device.same_kind = data.draw(st.sampled_from([None, "replay"]))
+        waiting: dict[int, tuple[Future[Scored], np.ndarray, str]] = {}
+        fault = {0: "none", 1: "nan", 2: "fails", 3: "leaves"}
+        kinds: dict[int, str] = {}
+        gone: dict[int, threading.Event] = {}
+        refused = 0
+        for number in range(1, data.draw(st.integers(1, 14)) + 1):
+            start, length = 1000 * number, data.draw(st.integers(1, 6))
+            kinds[start] = kind = fault[data.draw(st.sampled_from([0, 0, 0, 1, 2, 3]))]
+            gone[start] = threading.Event()
+            future = bench.ask(tokens(start, length), gone=gone[start].is_set)
+            waiting[start] = (future, tokens(start, length), kind)
+            if kind == "leaves" and data.draw(st.booleans()):
+                gone[start].set()
+            if data.draw(st.booleans()) and not bench.device.runs.empty():
+                _end(bench.device.next(), kinds)
+        bench.end_until(
+            lambda: all(future.done() for future, _, _ in waiting.values()), lambda run: _end(run, kinds)
+        )
+        for start, (future, sequence, kind) in waiting.items():
+            error = future.exception(SECONDS)
+            if isinstance(error, Unavailable):
+                refused += 1
+            elif isinstance(error, ClientGone):
+                assert kind == "leaves" and gone[start].is_set()
+            elif kind == "fails":
+                assert isinstance(error, RuntimeError) and str(error) == f"fault of {start}"
+            else:
+                assert error is None
+                scores = future.result().scores
+                assert np.isnan(scores).all() if kind == "nan" else scores.tolist() == [score_of(sequence)]
+        assert bench.scheduler.inside == 0 and bench.scheduler._leader is None
+        assert (bench.sample("refused_total") or 0) == refused
 
 
-def test_many_threads_with_faults_leave_nobody_behind():
+@pytest.mark.parametrize("kind", [None, "replay"])
+def test_many_threads_with_faults_leave_nobody_behind(kind):
     """Threads that ask all the time, of a full queue and a faulty device, with clients that hang up at any moment."""
     bench = Bench(share_rows=20, most_requests=10)
+    bench.device.same_kind = kind
     outcomes: Counter[str] = Counter()
     lock = threading.Lock()
 

@@ -315,7 +315,7 @@ def test_a_client_that_hangs_up_frees_its_place(tiny_checkpoint, pool, monkeypat
     with running(tiny_checkpoint, QUEUE=3) as served:
         go_on = served.hold(monkeypatch)
         first = pool.submit(served.server.post, LATE)
-        served.until(lambda: served.engine.scheduler._busy)
+        served.until(lambda: served.engine.scheduler._in_flight)
         body = json.dumps(LATE).encode()
         head = b"POST /v1/systemone HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         leaving = [socket.create_connection(("127.0.0.1", served.http.server_port)) for _ in range(2)]
@@ -353,7 +353,7 @@ def test_a_client_that_hangs_up_frees_its_place(tiny_checkpoint, pool, monkeypat
 def test_a_client_that_has_sent_its_next_request_already_is_not_gone(served, pool, monkeypatch):
     go_on = served.hold(monkeypatch)
     first = pool.submit(served.server.post, LATE)
-    served.until(lambda: served.engine.scheduler._busy)
+    served.until(lambda: served.engine.scheduler._in_flight)
     body = json.dumps(LATE).encode()
     head = b"POST /v1/systemone HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.http.server_port)) as connection:

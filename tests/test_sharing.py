@@ -20,6 +20,7 @@ from openjev_fast_plugin import engine as engine_module
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.engine import CUDA_BUCKET, SHARED_BUCKET, FastEngine, PackedForward, Scores
 from openjev_fast_plugin.exchange import ClientGone, Unavailable, answering
+from openjev_fast_plugin.prefixes import Planned
 from openjev_fast_plugin.scheduler import DeviceBroken
 from openjev_fast_plugin.settings import Settings
 from openjev_fast_plugin.takeover import accelerate
@@ -66,7 +67,7 @@ class Gate:
     def ask(self, pool: ThreadPoolExecutor, requests: list[Records]) -> list[Future[Scores]]:
         """Ask all at once; the first one is held, the others wait."""
         first = pool.submit(self._engine.score, requests[0])
-        until(lambda: self._engine.scheduler._busy)
+        until(lambda: self._engine.scheduler._in_flight)
         return [first, *(pool.submit(self._engine.score, records) for records in requests[1:])]
 
     def open(self, waiting: int) -> None:
@@ -238,7 +239,7 @@ def test_a_queue_full_of_rows_refuses(tiny_checkpoint, monkeypatch, pool):
     gate = Gate(engine, monkeypatch)
     # More rows than the queue takes, but nobody else is there.
     future = pool.submit(engine.score, mixed(5)[3])
-    until(lambda: engine.scheduler._busy)
+    until(lambda: engine.scheduler._in_flight)
     with pytest.raises(Unavailable, match="rows are waiting"):
         engine.score(mixed(1)[0])
     gate.open(0)
@@ -254,7 +255,7 @@ def test_a_request_whose_client_hung_up_is_dropped(shared_engine, monkeypatch, p
         with answering(SimpleNamespace(client_gone=gone.is_set)):
             return shared_engine.score(mixed(2)[1])
 
-    until(lambda: shared_engine.scheduler._busy)
+    until(lambda: shared_engine.scheduler._in_flight)
     left = pool.submit(ask)
     until(lambda: len(shared_engine.scheduler._queue) == 1)
     gone.set()
@@ -437,6 +438,23 @@ def test_rows_of_a_forward_are_those_of_its_forest(shared_engine):
     sequences = [np.array([1, 2, 3], dtype=np.int32), np.array([1, 2, 4], dtype=np.int32)]
     layout = shared_engine._packed.prepare(sequences)
     assert layout.rows == 4 and shared_engine._packed.start(layout)().scores.shape == (2,)
+
+
+def test_a_replay_may_be_launched_behind_what_runs(shared_engine, monkeypatch):
+    packed = shared_engine._packed
+    layout = packed.prepare([np.array([1, 2, 3], dtype=np.int32)])
+    # The CPU computes one at a time.
+    assert packed.kind(layout) is None
+    held = []
+    monkeypatch.setattr(packed, "graphs", SimpleNamespace(holds=lambda layout: layout in held))
+    assert packed.kind(layout) is None
+    held.append(layout)
+    assert packed.kind(layout) is None
+    monkeypatch.setattr(packed, "_thread", None)
+    assert packed.kind(layout) == layout.shape_key()
+    with packed.observed():
+        assert packed.kind(layout) is None
+    assert packed.kind(Planned([], [], False, None, layout)) is None
 
 
 def test_what_requests_share_is_laid_out_in_few_sizes(shared_engine, monkeypatch):
