@@ -15,6 +15,7 @@ handler writes; around it, a request is read whole before the handler starts and
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import http.client
 import io
 import json
@@ -27,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,6 +124,12 @@ class _Input(io.RawIOBase):
         if self.allowance is not None:
             self.allowance -= count
         return count
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    """The time as a header field has it, once a second."""
+    return email.utils.formatdate(second, usegmt=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -289,6 +296,9 @@ class _Handler(BaseHTTPRequestHandler):
     def send_response_only(self, code: int, message: str | None = None) -> None:
         self.exchange.status, self._sent = int(code), set()
         super().send_response_only(code, message)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(timestamp) if timestamp is not None else _date(int(time.time()))
 
     def send_header(self, keyword: str, value: str) -> None:
         self._sent.add(keyword.lower())

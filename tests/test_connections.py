@@ -713,6 +713,17 @@ def test_a_server_that_is_closed_leaves_no_thread():
         assert not thread.is_alive()
 
 
+def test_replies_have_the_date_of_their_second(monkeypatch):
+    with running() as made, made.wire() as wire:
+        for now, date in (
+            (1_800_000_000.9, "Fri, 15 Jan 2027 08:00:00 GMT"),
+            (1_800_000_000.1, "Fri, 15 Jan 2027 08:00:00 GMT"),
+            (1_800_000_001.0, "Fri, 15 Jan 2027 08:00:01 GMT"),
+        ):
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            assert wire.post(ASK).headers["date"] == date
+
+
 # Who is waited for
 
 
