@@ -15,7 +15,7 @@ handler writes; around it, a request is read whole before the handler starts and
 from __future__ import annotations
 
 import contextlib
-import functools
+import email.utils
 import http.client
 import io
 import json
@@ -28,18 +28,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 from . import exchange, message_body
 from .exchange import FAILED, ClientGone, Exchange, Refused, Unavailable
+from .kept_threads import KeptThreads
 
 log = logging.getLogger("openjev_fast")
 
 READY, DRAINING = "ready", "draining"
 # How soon a stop is noticed.
 _POLL_SECONDS = 0.1
+# Threads that wait for the next connection, and for how many seconds.
+_KEPT_THREADS, _KEPT_SECONDS = 16, 60.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,12 @@ class _Input(io.RawIOBase):
         if self.allowance is not None:
             self.allowance -= count
         return count
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    """The time as a header field has it, once a second."""
+    return email.utils.formatdate(second, usegmt=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -287,6 +297,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.exchange.status, self._sent = int(code), set()
         super().send_response_only(code, message)
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(timestamp) if timestamp is not None else _date(int(time.time()))
+
     def send_header(self, keyword: str, value: str) -> None:
         self._sent.add(keyword.lower())
         super().send_header(keyword, value)
@@ -363,6 +376,7 @@ class _Server(ThreadingHTTPServer):
         self._changed = threading.Condition()
         self._body_bytes = 0
         self._backlog_is_empty = False
+        self._kept_threads = KeptThreads("openjev-fast-connection", _KEPT_THREADS, _KEPT_SECONDS)
         self.request_queue_size = limits.backlog
         # A second `listen` changes the length of the queue.
         self.socket.listen(limits.backlog)
@@ -373,7 +387,7 @@ class _Server(ThreadingHTTPServer):
         with self._changed:
             admitted = self._admit(request)
         if admitted:
-            super().process_request(request, client_address)
+            self._kept_threads.run(partial(self.process_request_thread, request, client_address))
         else:
             self.shutdown_request(request)
 
@@ -486,6 +500,7 @@ class _Server(ThreadingHTTPServer):
         super().server_close()
         # Connections that are kept open would go on being served.
         self.stop()
+        self._kept_threads.close()
         with self._changed:
             for place in self._places.values():
                 if place.idle_since is not None:
@@ -549,7 +564,7 @@ def bound(server: Any, predictor: Any, max_body_bytes: int, limits: Limits) -> N
 
 
 def _for_whoever_waits(predict: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(predict)
+    @wraps(predict)
     def for_whoever_waits(*args: Any, **arguments: Any) -> Any:
         about = exchange.current()
         if about is None:

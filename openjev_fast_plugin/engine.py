@@ -45,6 +45,9 @@ MEMINFO = Path("/proc/meminfo")
 CUT_ROWS = 4096
 _MOST_REPEATED = 0.05
 
+# The logit of a noul's no.
+_NO = np.zeros(1, np.float32)
+
 Part = list[tuple[int, slice]]
 LayoutT = TypeVar("LayoutT", Layout, PackedLayout)
 
@@ -308,6 +311,13 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
+        # Known once, as every answer asks for them.
+        self._head = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
+        self._facts = {
+            "kernels": self._kernels(),
+            "device": str(self._weights.device),
+            "dtype": str(self._weights.dtype).removeprefix("torch."),
+        }
         # None where matmuls and attention are computed in the default way alone.
         self.tuning: Tuning | None = None
         if self._portable != ["all"] and settings.tuning != "off":
@@ -373,18 +383,7 @@ class FastEngine:
         of one number of rows with one size of weight, have a measured choice; tuned_attention: whether its tile sizes
         have; on a GPU only.
         """
-        device = self._weights.device
-        kernels = "pytorch"
-        if self._portable != ["all"]:
-            major, minor = torch.cuda.get_device_capability(device)
-            kernels = ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
-        about = {
-            "kernels": kernels,
-            "device": str(device),
-            "dtype": str(self._weights.dtype).removeprefix("torch."),
-            "max_rows": self.max_rows,
-            "share_rows": self._settings.share_rows,
-        }
+        about = {**self._facts, "max_rows": self.max_rows, "share_rows": self._settings.share_rows}
         if self._packed.prefixes is not None:
             about["prefix_bytes"] = self._packed.prefixes.total_bytes
         if self.tuning is not None:
@@ -403,7 +402,7 @@ class FastEngine:
         queue is full, exchange.ClientGone when the request's client hung up while it waited, DeviceBroken when the
         device was lost.
         """
-        self._check_unchanged()
+        check_unchanged(self._model, self._backbone, self._head)
         with self.scheduler.place() as place:
             sequences = encode(self._encoder, records, self._model.max_length)
             roots = self._roots(records, sequences)
@@ -423,11 +422,7 @@ class FastEngine:
                     count = len(sequences[group][span])
                     pieces[group].append(scores[:count])
                     scores = scores[count:]
-        # A copy: outside inference mode what leaves here is an ordinary tensor.
-        logits = [
-            as_logits(record, torch.from_numpy(np.concatenate(found)))
-            for record, found in zip(records, pieces, strict=True)
-        ]
+        logits = [as_logits(record, found) for record, found in zip(records, pieces, strict=True)]
         stats: dict[str, Any] = {
             "rows_asked": total,
             "rows_computed": sum(each.rows for each in forwards),
@@ -549,9 +544,12 @@ class FastEngine:
             "device_lost": bool(self.broken),
         }
 
-    def _check_unchanged(self) -> None:
-        read = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
-        check_unchanged(self._model, self._backbone, read)
+    def _kernels(self) -> str:
+        """What runs the ops."""
+        if self._portable == ["all"]:
+            return "pytorch"
+        major, minor = torch.cuda.get_device_capability(self._weights.device)
+        return ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -601,9 +599,14 @@ def check_unchanged(model: Any, backbone: Any, head: list[int]) -> None:
         )
 
 
-def as_logits(record: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
-    """One logit per option; a noul's no has logit 0, as Open-Jev defines it."""
-    return torch.cat([torch.zeros_like(scores), scores]) if record["kind"] == "noul" else scores
+def as_logits(record: dict[str, Any], scores: Sequence[np.ndarray]) -> torch.Tensor:
+    """One float32 logit per option, in memory of its own; a noul's no has logit 0, as Open-Jev defines it.
+
+    scores: of the record's candidates, one array or several that follow each other. Outside inference mode what leaves
+    here is an ordinary tensor.
+    """
+    no = [_NO] if record["kind"] == "noul" else []
+    return torch.from_numpy(np.concatenate([*no, *scores]))
 
 
 def default_max_rows(weights: model_weights.Weights) -> int:

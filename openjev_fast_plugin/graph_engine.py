@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
@@ -135,12 +136,11 @@ class GraphEngine:
             batch = PaddedBatch.of(prompts[span], self._pad)
             with torch.inference_mode():
                 scores, how = self._graphs(batch)
-            flat.append(scores)
+            flat.append(scores.numpy())
             rows_computed += batch.rows
             done[how] += 1
-        # torch.cat copies: outside inference mode what leaves here is an ordinary tensor.
-        pieces = torch.cat(flat).split([len(group) for group in groups])
-        logits = [as_logits(record, piece) for record, piece in zip(records, pieces, strict=True)]
+        pieces = np.split(np.concatenate(flat), np.cumsum([len(group) for group in groups])[:-1])
+        logits = [as_logits(record, [piece]) for record, piece in zip(records, pieces, strict=True)]
         stats = {
             "rows_asked": sum(lengths),
             "rows_computed": rows_computed,

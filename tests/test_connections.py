@@ -669,6 +669,61 @@ def test_a_flood_of_silent_connections_shuts_nobody_out():
         assert threading.active_count() < 50
 
 
+def kept_threads(made: Running) -> int:
+    # Those of the other servers of this module are theirs.
+    return len(made.server._kept_threads._idle)
+
+
+def test_connections_that_follow_each_other_share_a_thread():
+    asked_on: set[threading.Thread] = set()
+
+    def answer(request: Any) -> Any:
+        asked_on.add(threading.current_thread())
+        return request
+
+    with running(predictor=Predictor(answer=answer)) as made:
+        for _ in range(10):
+            with made.wire() as wire:
+                assert wire.post(ASK).status == 200
+            wait_for(lambda: kept_threads(made) == 1)
+    (thread,) = asked_on
+    # Closed with the server.
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_server_that_is_closed_leaves_no_thread():
+    asked_on: set[threading.Thread] = set()
+
+    def answer(request: Any) -> Any:
+        asked_on.add(threading.current_thread())
+        return request
+
+    with running(predictor=Predictor(answer=answer)) as made, contextlib.ExitStack() as stack:
+        # More connections than threads are kept for, of which the half stay open.
+        wires = [stack.enter_context(made.wire()) for _ in range(40)]
+        for wire in wires:
+            assert wire.post(ASK).status == 200
+        assert len(asked_on) == 40
+        for wire in wires[:20]:
+            wire.close()
+        wait_for(lambda: len(made.server._places) == 20 and kept_threads(made) == 16)
+    for thread in asked_on:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_replies_have_the_date_of_their_second(monkeypatch):
+    with running() as made, made.wire() as wire:
+        for now, date in (
+            (1_800_000_000.9, "Fri, 15 Jan 2027 08:00:00 GMT"),
+            (1_800_000_000.1, "Fri, 15 Jan 2027 08:00:00 GMT"),
+            (1_800_000_001.0, "Fri, 15 Jan 2027 08:00:01 GMT"),
+        ):
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            assert wire.post(ASK).headers["date"] == date
+
+
 # Who is waited for
 
 

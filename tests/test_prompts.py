@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import random
@@ -539,6 +540,157 @@ def test_a_template_that_changes_later_is_noticed(variant, caplog):
         same_ids(encoder, tokenizer, example())
     assert len(caplog.messages) == 1
     assert "as it did at the start" in caplog.messages[0]
+
+
+# Templates that may render otherwise later
+
+
+def count_renderings(monkeypatch) -> list[str]:
+    rendered: list[str] = []
+    original = prompts._render
+
+    def render(tokenizer, prompt):
+        rendered.append(prompt)
+        return original(tokenizer, prompt)
+
+    monkeypatch.setattr(prompts, "_render", render)
+    return rendered
+
+
+@pytest.mark.parametrize("strict_template", [False, True], ids=["tiny", "strict"])
+def test_a_proved_template_is_not_rendered_again(encoder, strict, qwen, monkeypatch, strict_template):
+    encoder, tokenizer = strict if strict_template else (encoder, qwen)
+    rendered = count_renderings(monkeypatch)
+    same_ids(encoder, tokenizer, example())
+    assert not rendered
+
+
+def test_a_template_without_a_proof_is_compared_at_every_request(variant, caplog, monkeypatch):
+    tokenizer = variant(
+        chat_template="{{ eos_token }}" + TURN % "messages[0].content", eos_token="<|im_end|>"
+    )
+    encoder = encoder_of(tokenizer, caplog, plain="compared at every request: it depends on eos_token")
+    rendered = count_renderings(monkeypatch)
+    for _ in range(2):
+        same_ids(encoder, tokenizer, example())
+    assert len(rendered) == 2 and len(caplog.messages) == 1
+    tokenizer.eos_token = "<|endoftext|>"
+    same_ids(encoder, tokenizer, example())
+    assert "as it did at the start" in caplog.messages[1]
+
+
+def test_a_template_that_depends_on_the_time_is_noticed(variant, caplog, monkeypatch):
+    tokenizer = variant(chat_template="{{ strftime_now('%Y') }}" + TURN % "messages[0].content")
+    encoder = encoder_of(tokenizer, caplog, plain="it depends on strftime_now")
+    same_ids(encoder, tokenizer, example())
+    assert len(caplog.messages) == 1
+
+    class NextYear(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(days=366)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", NextYear)
+    same_ids(encoder, tokenizer, example())
+    assert "as it did at the start" in caplog.messages[1]
+
+
+def test_a_template_that_draws_at_random_is_noticed(variant, caplog, monkeypatch):
+    drawn = iter(["a"] * 1000)
+    monkeypatch.setattr("random.choice", lambda letters: next(drawn))
+    tokenizer = variant(chat_template="{{ 'abc' | random }}" + TURN % "messages[0].content")
+    encoder = encoder_of(tokenizer, caplog, plain="it has the filter random")
+    monkeypatch.setattr("random.choice", lambda letters: "b")
+    same_ids(encoder, tokenizer, example())
+    assert "as it did at the start" in caplog.messages[1]
+
+
+def test_a_template_that_may_print_an_address_is_compared(variant, caplog):
+    tokenizer = variant(chat_template="{{ raise_exception }}" + TURN % "messages[0].content")
+    same_ids(encoder_of(tokenizer, caplog, plain="address"), tokenizer, example())
+
+
+def replace_template(tokenizer):
+    tokenizer.chat_template = TURN % "'Today. ' + messages[0].content"
+
+
+def replace_one_of_several(tokenizer):
+    tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "default": TURN % "messages[0].content"}
+
+
+def replace_method(tokenizer):
+    original = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *args, **options: original(*args, **options) + "!"
+
+
+def replace_template_lookup(tokenizer):
+    tokenizer.get_chat_template = lambda *args: TURN % "messages[0].content"
+
+
+def replace_class(tokenizer):
+    class Shouting(type(tokenizer)):
+        def apply_chat_template(self, *args, **options):
+            return super().apply_chat_template(*args, **options).upper()
+
+    tokenizer.__class__ = Shouting
+
+
+def name_a_special_token_like_a_function(tokenizer):
+    tokenizer._set_model_specific_special_tokens({"dict": "<|im_end|>"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_template,
+        replace_one_of_several,
+        replace_method,
+        replace_template_lookup,
+        replace_class,
+        name_a_special_token_like_a_function,
+    ],
+)
+def test_a_proved_template_that_is_replaced_is_noticed(variant, caplog, change):
+    template = "{{ 'a' if dict is string else 'b' }}" + TURN % "messages[0].content"
+    tokenizer = variant(chat_template=template)
+    encoder = encoder_of(tokenizer, caplog, plain=None)
+    same_ids(encoder, tokenizer, example())
+    assert not caplog.messages
+    change(tokenizer)
+    for _ in range(2):
+        same_ids(encoder, tokenizer, example())
+    assert len(caplog.messages) == 1
+    assert "as it did at the start" in caplog.messages[0]
+
+
+def test_a_template_replaced_by_an_equivalent_one_is_compared(variant, caplog, monkeypatch):
+    tokenizer = variant()
+    encoder = encoder_of(tokenizer, caplog, plain=None)
+    tokenizer.chat_template += "{# a comment #}"
+    rendered = count_renderings(monkeypatch)
+    same_ids(encoder, tokenizer, example())
+    assert len(rendered) == 1 and not caplog.messages
+
+
+def test_a_template_that_is_taken_away_raises_what_the_host_raises(variant, caplog):
+    tokenizer = variant()
+    encoder = encoder_of(tokenizer, caplog, plain=None)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        encoder.encode(example())
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_compared(variant, caplog):
+    class Counting(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args, **options):
+            return f"{getattr(self, 'mark', '')}{super().apply_chat_template(*args, **options)}"
+
+    tokenizer = variant(kind=Counting)
+    encoder = encoder_of(tokenizer, caplog, plain="apply_chat_template of its own")
+    same_ids(encoder, tokenizer, example())
+    tokenizer.mark = "!"
+    same_ids(encoder, tokenizer, example())
+    assert "as it did at the start" in caplog.messages[1]
 
 
 @pytest.mark.parametrize(
