@@ -17,7 +17,8 @@ table and writes results/<device>/serve.json. Beside what the clients saw, a row
 
 Modes: a backend's name, torch being the original without and fla with flash-linear-attention, kept being fast with
 states kept from one request to the next (OPENJEV_FAST_PREFIX_BYTES=2GiB, OPENJEV_FAST_PREFIX_ROWS=32). After a colon
-stand the numbers of clients, where they are not those of --clients.
+stand the numbers of clients, where they are not those of --clients. Every server holds weights of its own: of the 27B
+shape two fit into 140 GB.
 
 Cases: noul_70, one yes-or-no question of 70 tokens, each about a state of its own; noul_70_one_state, different
 questions about one state; mixed, of a hundred requests 60 noul_70, 25 the example (7 prompts), 10 a choice of 8 over
