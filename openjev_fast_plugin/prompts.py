@@ -4,8 +4,7 @@ The host renders every candidate's prompt through the chat template and tokenize
 the prompts of a request share most of it. Here the template is taken apart once, the texts are cut where a
 token can never lie across, and each distinct piece is tokenized once. Both need a proof for the template and
 the tokenizer at hand (`_split_template`, `_why_not_cut`); without one the encoder makes the host's calls and
-logs the reason once. Each request is looked at once more: the tokenizer must have the template it had, or, where
-`chat_template` has no proof that this one renders the same way at any time, one prompt is rendered and compared.
+logs the reason once.
 
 Where a text may be cut: after a line feed before an ASCII letter, and between an ASCII letter and a space
 before another ASCII letter. With the pre-tokenizers of `_SPLITS`, byte-level BPE and at most NFC before it,
@@ -33,8 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from openjev_fast_plugin import chat_template
-
 _log = logging.getLogger(__name__)
 
 # Qwen2 to Qwen3, and Qwen3.5, whose words include combining marks.
@@ -47,8 +44,6 @@ _SPLITS = (
 
 _LAST_LINE_CUT = re.compile(r"(?s:.*)\n(?=[A-Za-z])")
 _ANY_CUT = re.compile(r"\n(?=[A-Za-z])|(?<=[A-Za-z])(?= [A-Za-z])")
-# Words of the longest prompt that is tried on a template: more than any number a proved one has.
-_MANY_WORDS = chat_template.MOST_SUM
 # Long text is tokenized in chunks of about this many characters, which the tokenizer's threads share.
 _CHUNK = 2048
 
@@ -73,19 +68,11 @@ class PromptEncoder:
         self._candidate_prompts = candidate_prompts
         self._logged: set[str] = set()
         self._head = self._tail = ""
-        # What decides how a prompt is rendered, where that is proved; None: each request is compared.
-        self._proved: tuple[Any, ...] | None = None
         self._why_plain = _why_not_cut(tokenizer)
         if self._why_plain is None:
             # Not later, when another thread may be reading them.
             _clear_padding(tokenizer.backend_tokenizer)
             self._head, self._tail, self._why_plain = _split_template(tokenizer)
-        if self._why_plain is None:
-            why_compared = _why_not_fixed(tokenizer, self._head + self._tail)
-            if why_compared is None:
-                self._proved = _template_in_use(tokenizer)
-            else:
-                _log.info("The chat template is compared at every request: %s", why_compared)
         if self._why_plain is not None:
             self._log_plain(self._why_plain)
 
@@ -170,10 +157,8 @@ class PromptEncoder:
         for prompt in every:
             if not (prompt.startswith(_PROMPT_START) and prompt.endswith(_PROMPT_END)):
                 return f"a prompt does not run from {_PROMPT_START!r} to {_PROMPT_END!r}"
-        if not every or (self._proved is not None and _template_in_use(self._tokenizer) == self._proved):
-            return None
-        # A template that depends on the time, or one that was replaced.
-        if _render(self._tokenizer, every[0]) != self._head + every[0] + self._tail:
+        # One rendering a call also notices a template that depends on the time, or one that was replaced.
+        if every and _render(self._tokenizer, every[0]) != self._head + every[0] + self._tail:
             return "the chat template does not render a prompt as it did at the start"
         return None
 
@@ -247,35 +232,11 @@ def _render(tokenizer: Any, prompt: str) -> str:
     )
 
 
-def _template_in_use(tokenizer: Any) -> tuple[Any, ...]:
-    """What `_render` would use. Raises ValueError where the tokenizer has no template any more."""
-    return (
-        tokenizer.apply_chat_template,
-        tokenizer.get_chat_template(),
-        tuple(tokenizer.SPECIAL_TOKENS_ATTRIBUTES),
-    )
-
-
-def _why_not_fixed(tokenizer: Any, around: str) -> str | None:
-    """Why `_render` may do something else later though the template in use stays the same: None where it cannot.
-
-    around: what it puts around prompts.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    for name in ("apply_chat_template", "get_chat_template"):
-        if getattr(getattr(tokenizer, name), "__func__", None) is not getattr(PreTrainedTokenizerBase, name):
-            return f"the tokenizer has a {name} of its own"
-    # So Python writes objects that have no text of their own, and they move.
-    if " at 0x" in around:
-        return "it may hold an address"
-    return chat_template.why_not_fixed(tokenizer.get_chat_template(), tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
-
-
 def _split_template(tokenizer: Any) -> tuple[str, str, str | None]:
     """What the chat template puts before and after a prompt, and why that is not the same for all, or None.
 
-    A template can tell one prompt from another by its length, by characters a filter changes, or by a string of its
+    A template can tell one prompt from another by its length, by characters a filter changes, or by a string
+    of its
     own: prompts with each are rendered and compared.
     """
     from jinja2 import Environment, TemplateError
@@ -283,7 +244,7 @@ def _split_template(tokenizer: Any) -> tuple[str, str, str | None]:
     words = Environment().lexer.tokenize(tokenizer.get_chat_template())
     bodies = [
         "a",
-        "long " * _MANY_WORDS,
+        "long " * 4000,
         " \t\r\n\x0b\x85\u2028 leading and trailing whitespace \u3000\r\n ",
         "{{ braces }} {% percent %} {# hash #} <&> \" ' \\ \\n e\u0301 \u1100\u1161 \U0001f642 \x00 \ufeff",
         *(str(word.value) for word in words if word.type == "string"),
