@@ -74,7 +74,7 @@ def refusal(model: Any) -> str | None:
 
 
 class PackedForward:
-    """Packed forwards of one model's weights on its device, as the scheduler runs them: one at a time.
+    """Packed forwards of one model's weights on its device, as the scheduler runs them: one after the other.
 
     portable: what `portable_ops` says of the weights. idle_work: done while the device is idle, where forwards are
     captured. prefixes: those kept from one forward to the next; None: none are. best_rows: of a number of rows, it or

@@ -495,9 +495,12 @@ class Scheduler:
 
         callbacks: list[Callable[[str], None]] = []
         with self._changed:
+            # One that ends before the one it was launched behind, for an error, tells nothing of times.
+            in_order = packed is self._in_flight[0]
             self._in_flight.remove(packed)
-            self._began = self._ended = ended
-            if outcome is not None:
+            if in_order:
+                self._began = self._ended = ended
+            if outcome is not None and in_order:
                 self._note_rate(outcome.rows + outcome.reused, ended - began)
                 if packed.kind is not None:
                     if len(self._took) >= _MOST_KINDS:

@@ -501,9 +501,9 @@ class Tuning:
         cuBLAS is up to 4 % faster at some numbers of rows than at 8 less (bench/LOG.md). What is tuned later changes
         nothing here: a request is laid out alike as long as the model is served.
         """
-        if rows not in self._forward_us:
+        if rows not in self._forward_us or rows > MOST_ROWS:
             return rows
-        near = (count for count in self._forward_us if rows <= count <= rows + _ROWS_AHEAD)
+        near = (count for count in self._forward_us if rows <= count <= min(rows + _ROWS_AHEAD, MOST_ROWS))
         return min(near, key=lambda count: self._forward_us[count] * (1 + _COST_OF_A_ROW * (count - rows)))
 
     def _time_of_forwards(self) -> dict[int, float]:

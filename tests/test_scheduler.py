@@ -1064,6 +1064,39 @@ def test_a_fault_of_the_one_that_runs_does_not_touch_the_one_launched_ahead():
     ahead.bench.close()
 
 
+def test_one_that_cannot_be_launched_leaves_the_times_of_the_one_that_runs_alone():
+    ahead = Ahead()
+
+    def fail(sequences: list[np.ndarray]) -> None:
+        raise RuntimeError("of the test")
+
+    ahead.bench.device.fail_start = fail
+    ahead.clock.now += 0.0195
+    with pytest.raises(RuntimeError, match="of the test"):
+        ahead.bench.ask(tokens(200)).result(SECONDS)
+    ahead.clock.now += 0.0005
+    ahead.run.end()
+    scored = good(ahead.running, tokens(100))
+    assert (scored.waited, scored.took) == pytest.approx((0.0, 0.02))
+    assert ahead.bench.scheduler._took == {"replay": pytest.approx(0.02)}
+    ahead.bench.close()
+
+
+def test_a_thread_that_is_slow_to_see_the_end_of_the_first_of_two():
+    ahead = Ahead()
+    ahead.clock.now += 0.0195
+    second = ahead.bench.ask(tokens(200))
+    assert ahead.launches()
+    ahead.clock.now += 0.0205
+    ahead.next.end()
+    good(second, tokens(200))
+    ahead.run.end()
+    scored = good(ahead.running, tokens(100))
+    assert (scored.waited, scored.took) == pytest.approx((0.0, 0.04))
+    assert ahead.bench.scheduler._rows_per_second < 1000
+    ahead.bench.close()
+
+
 # Any order of events
 
 

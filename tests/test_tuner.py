@@ -461,6 +461,9 @@ def test_a_forward_has_the_number_of_rows_that_is_computed_fastest(setup):
     assert found == {
         200: 200, 264: 264, 272: 280, 280: 280, 288: 296, 296: 296, 304: 304, 384: 384, 390: 390, 400: 400,
     }  # fmt: skip
+    # Larger forwards are not captured.
+    tables.merge(tables.SHIPPED, FACTS, known(r4096=100.0, r4104=50.0))
+    assert setup.tuning().best_rows(4096) == 4096
     # What is tuned while the model is served changes no layout.
     faster = PRODUCT._replace(rows=272)
     with torch.inference_mode():
