@@ -366,32 +366,25 @@ class Scheduler:
         packed: _Packed | None = None
         while True:
             with self._changed:
-                if packed is None or not self._in_flight:
+                until = None if packed is None else self._until_start(packed)
+                due = until is not None and until <= 0
+                if packed is None or due or not self._in_flight:
                     self._drop_gone()
                 waiting = list(self._queue)
                 if not waiting:
                     self._leader = None
                     return None
-                hold = self._hold_until - self._clock()
                 if packed is not None and (packed.last or packed.waiting == waiting):
-                    busy = bool(self._in_flight)
-                    ahead = self._until_launch(packed) if busy else None
-                    if not busy and (packed.last or hold <= 0):
+                    if due:
                         self._take(packed)
                         return packed
-                    if ahead is not None and ahead <= 0:
-                        self._drop_gone()
-                        if packed.waiting == list(self._queue):
-                            self._take(packed)
-                            return packed
-                        continue
-                    self._ready = busy
+                    self._ready = bool(self._in_flight)
                     try:
-                        self._changed.wait(ahead if busy else hold)
+                        self._changed.wait(until)
                     finally:
                         self._ready = False
                     continue
-                last = not self._in_flight and hold <= 0
+                last = not self._in_flight and self._hold_until <= self._clock()
                 answers, running = self._take_unanswered(), self._running
             _wake(answers)
             tickets = choose(waiting, self._share_rows, self._max_rows(), running)
@@ -418,11 +411,13 @@ class Scheduler:
         self._queue.extend(left)
         self._leader = self._queue[0] if self._queue else None
 
-    def _until_launch(self, packed: _Packed) -> float | None:
-        """Seconds until a forward is to be launched behind the one that runs; None: not before that one has ended.
+    def _until_start(self, packed: _Packed) -> float | None:
+        """Seconds until a forward is to be started; None: not before one that runs has ended.
 
         Called with the lock held.
         """
+        if not self._in_flight:
+            return self._hold_until - self._clock()
         if len(self._in_flight) != 1 or packed.kind is None or self._wait_seconds:
             return None
         took = self._took.get(self._in_flight[0].kind)
@@ -445,8 +440,9 @@ class Scheduler:
         ended, tickets = self._clock(), packed.tickets
         # One that was launched ahead began when the one before it ended.
         began = min(max(started, self._ended), ended)
-        if self._broken is not None:
-            # What was launched before that is known is of a broken device too.
+        lost_before = self._broken is not None
+        if lost_before:
+            # What was launched before that was known is of a broken device too.
             outcome, error = None, self._lost()
         shared = len(tickets) > 1
         again: list[Ticket] = []
@@ -473,12 +469,12 @@ class Scheduler:
                 self._metrics.ran_again("not_finite", len(again))
         else:
             assert error is not None
-            verdict = "broken" if self._broken is not None else self._device.diagnose(error)
+            verdict = "broken" if lost_before else self._device.diagnose(error)
             if verdict == "memory":
                 # The frames it went through still hold what they had allocated.
                 traceback.clear_frames(error.__traceback__)
                 self._device.release_memory()
-            if verdict == "broken" and self._broken is None:
+            if verdict == "broken" and not lost_before:
                 # From the answer of every request, and once from here with where it happened.
                 _log.critical("openjev-fast: the device is lost: %s", error, exc_info=error)
             elif verdict != "broken" and shared:
@@ -495,12 +491,11 @@ class Scheduler:
 
         callbacks: list[Callable[[str], None]] = []
         with self._changed:
-            # One that ends before the one it was launched behind, for an error, tells nothing of times.
-            in_order = packed is self._in_flight[0]
-            self._in_flight.remove(packed)
-            if in_order:
+            if packed is self._in_flight[0]:
+                # The one behind it, if any, begins. It may be settled first: it could not start, or a thread was slow.
                 self._began = self._ended = ended
-            if outcome is not None and in_order:
+            self._in_flight.remove(packed)
+            if outcome is not None:
                 self._note_rate(outcome.rows + outcome.reused, ended - began)
                 if packed.kind is not None:
                     if len(self._took) >= _MOST_KINDS:
