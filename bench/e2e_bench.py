@@ -71,6 +71,13 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="scope e2e: a checkpoint package (default: one is made)"
     )
+    parser.add_argument(
+        "--rest-ms",
+        type=float,
+        default=0.0,
+        help="scope forward: the device rests so long before every call, as it does between a lone client's requests; "
+        "without, a card at its power limit lowers its clock (default: 0)",
+    )
     parser.add_argument("--layers", type=int, help="scope forward: fewer layers than the profile has")
     args = parser.parse_args()
     if "graph" in (args.mode or ()) and torch.device(args.device).type != "cuda":

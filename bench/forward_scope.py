@@ -125,20 +125,27 @@ class Fast:
 
 
 def timed(
-    run: Callable[[], torch.Tensor], repeats: int, warmups: int, between: Callable[[], None] = lambda: None
+    run: Callable[[], torch.Tensor],
+    repeats: int,
+    warmups: int,
+    between: Callable[[], None] | None = None,
+    rest_seconds: float = 0.0,
 ) -> list[float]:
     """Milliseconds of each call, which ends with its scores on the host; at least one warm-up and three timed.
 
-    between: done untimed after every call, the warm-ups too.
+    between: done untimed after every call, the warm-ups too. rest_seconds: slept before every call of either.
     """
 
     def calls(most: int, least: int, seconds: float) -> list[float]:
         times: list[float] = []
         while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
+            time.sleep(rest_seconds)
             before = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - before))
-            between()
+            if between is not None:
+                time.sleep(rest_seconds)
+                between()
         return times
 
     calls(warmups, 1, _SECONDS_PER_CASE / 4)
@@ -237,7 +244,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     device = torch.device(args.device)
     shapes = Shapes.of(text_config(args.profile, args.layers))
-    modes = args.mode or MODES
+    modes, rest = args.mode or MODES, args.rest_ms / 1e3
     cases = {case: prompts(case, VOCABULARY) for case in args.case or CASES}
     fast, memory = None, {}
     if "fast" in modes:
@@ -279,10 +286,10 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 replays = graphs.counts["replays"]
             if mode == "fast":
                 assert floor is not None
-                times = timed(run, args.repeats, args.warmups, floor.measure)
+                times = timed(run, args.repeats, args.warmups, floor.measure, rest)
                 floor_ms = round(statistics.median(floor.times[-len(times) :]), 3)
             else:
-                times = timed(run, args.repeats, args.warmups)
+                times = timed(run, args.repeats, args.warmups, rest_seconds=rest)
             scores[mode] = run()
             replayed = None if graphs is None else graphs.counts["replays"] > replays
             eager = original.model if original is not None and mode in ORIGINALS else None
@@ -308,6 +315,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
                     first_ms=None if first is None else round(first, 3),
                     replayed=replayed,
+                    rest_ms=args.rest_ms,
                     families={name: round(ms, 3) for name, ms in spent.families.items()},
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),

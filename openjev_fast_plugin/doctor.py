@@ -97,6 +97,11 @@ def _versions() -> Iterator[Finding]:
         found = _version(name)
         if found is None:
             yield Finding(name, "problem", "not installed", f"pip install {name}")
+        elif name == "torch":
+            import torch
+
+            # Its own word says which build it is: of a wheel from the index the distribution's version does not.
+            yield Finding(name, "ok", torch.__version__)
         else:
             yield Finding(name, "ok", found)
     for name, hint in _OPTIONAL.items():
