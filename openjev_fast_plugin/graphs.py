@@ -10,13 +10,14 @@ no thread. What else makes forwards faster when the device is idle is `IdleWork`
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -73,8 +74,9 @@ class IdleWork(Protocol):
 
 @dataclass
 class _Captured:
-    """A graph with the buffers it reads and writes, and the device memory it holds.
+    """A graph with the buffers it reads and writes.
 
+    bytes: device memory that is free again once it is let go.
     inputs, state: what it was captured for, and at which state of the idle work.
     """
 
@@ -93,6 +95,9 @@ class CapturedGraphs(Generic[InputsT]):
     device: where it runs.
     most_graphs, most_bytes: the least recently used graphs are dropped beyond either; the newest one stays.
     most_rows: larger inputs are never captured; their kernels run longer than it takes to enqueue them.
+    one_pool: what kernels write between them lies in one memory pool for all graphs, since no two are replayed at a
+        time: hundreds take little more than the largest. Its memory is free again with the last of them only. Without,
+        each graph has its own, which goes with it.
 
     Methods with an underscore are called with `_device_lock` held.
     """
@@ -107,9 +112,14 @@ class CapturedGraphs(Generic[InputsT]):
         most_graphs: int = 64,
         most_bytes: int = 4 << 30,
         most_rows: int = 8192,
+        one_pool: bool = False,
     ):
         self._forward = forward
         self._device = device
+        self._one_pool = one_pool
+        # Of the one pool: torch's handle, from the first capture on, and device memory that captures have put into it.
+        self._pool: tuple[int, int] | None = None
+        self._pool_bytes = 0
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
         self._graphs: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()
         # Held by whoever uses the device.
@@ -123,12 +133,16 @@ class CapturedGraphs(Generic[InputsT]):
     def drop(self) -> None:
         """Let go of every graph."""
         with self._device_lock:
-            self._graphs.clear()
+            self._clear()
 
     @property
     def held_bytes(self) -> int:
         """Device memory of all captured graphs."""
-        return sum(captured.bytes for captured in self._graphs.values())
+        return self._pool_bytes + sum(captured.bytes for captured in self._graphs.values())
+
+    def _clear(self) -> None:
+        self._graphs.clear()
+        self._pool, self._pool_bytes = None, 0
 
     def _replay(self, inputs: InputsT) -> torch.Tensor | None:
         """Scores by replay, None where the shape has not been captured."""
@@ -149,7 +163,14 @@ class CapturedGraphs(Generic[InputsT]):
 
     def _capture(self, inputs: InputsT) -> None:
         """Capture a shape that has just run eagerly: libraries and kernels are not to be initialised under capture."""
-        self._graphs[inputs.shape_key()] = self._captured(inputs)
+        captured = self._captured(inputs)
+        if self._graphs and self._pool_bytes > self._most_bytes:
+            # A pool does not shrink while one of its graphs is there.
+            self.counts["evictions"] += len(self._graphs)
+            self._clear()
+            del captured
+            captured = self._captured(inputs)
+        self._graphs[inputs.shape_key()] = captured
         self.counts["captures"] += 1
         while len(self._graphs) > 1 and (
             len(self._graphs) > self._most_graphs or self.held_bytes > self._most_bytes
@@ -160,16 +181,41 @@ class CapturedGraphs(Generic[InputsT]):
     def _captured(self, inputs: InputsT) -> _Captured:
         packed = inputs.pack().to(self._device)
         on_device = inputs.unpack(packed)
+        if self._pool is None or not self._one_pool:
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
-        # A capture begins with this: done before, what is free no more afterwards is the graph's.
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info(self._device)[0]
+        if torch.cuda.mem_get_info(self._device)[0] < self._most_bytes:
+            # A capture cannot take what the allocator keeps for eager forwards. Where there is enough beside it, it
+            # stays: the next eager forward would have to ask the device for all of it again, which takes milliseconds.
+            torch.cuda.empty_cache()
+        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            scores = self._forward(on_device)
-        torch.cuda.synchronize(self._device)
-        used = before - torch.cuda.mem_get_info(self._device)[0]
-        return _Captured(graph, packed, scores, max(used, 0))
+        try:
+            # torch.cuda.graph would empty the allocator's cache before every capture.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    scores = self._forward(on_device)
+                finally:
+                    graph.capture_end()
+            torch.cuda.synchronize(self._device)
+        finally:
+            grown = max(torch.cuda.memory_reserved(self._device) - reserved, 0)
+            if self._one_pool:
+                self._pool_bytes += grown
+        used = max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+        return _Captured(graph, packed, scores, max(used - grown, 0) if self._one_pool else used)
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Every capture's: the allocator hands a pool's memory on within one stream alone."""
+        return torch.cuda.Stream(self._device)
+
+    def _mark(self) -> Callable[[], bool]:
+        """Returns what tells whether the device has done all that was launched until now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event.query
 
     def _pinned(self, inputs: InputsT) -> torch.Tensor:
         return inputs.pack(pinned=True)
@@ -181,7 +227,7 @@ class CapturedGraphs(Generic[InputsT]):
 class GraphedForward(CapturedGraphs[InputsT]):
     """Answers a new shape eagerly, and captures it when the device is idle.
 
-    idle_seconds: how long no forward has run before a capture, or a piece of idle work, starts.
+    idle_seconds: how long the device has had nothing to do before a capture, or a piece of idle work, starts.
     idle_work: done after the captures, from the next eager forward on until nothing is left. An outdated graph is
         replayed until it has been captured again.
     often: how many times a shape was asked for when it is captured although the device is busy.
@@ -192,14 +238,21 @@ class GraphedForward(CapturedGraphs[InputsT]):
         forward: Forward,
         device: torch.device,
         *,
-        most_graphs: int = 64,
+        most_graphs: int = 256,
         most_bytes: int = 4 << 30,
         most_rows: int = 4096,
         idle_seconds: float = 0.05,
         often: int = 3,
         idle_work: IdleWork | None = None,
     ):
-        super().__init__(forward, device, most_graphs=most_graphs, most_bytes=most_bytes, most_rows=most_rows)
+        super().__init__(
+            forward,
+            device,
+            most_graphs=most_graphs,
+            most_bytes=most_bytes,
+            most_rows=most_rows,
+            one_pool=True,
+        )
         self._idle_seconds, self._often = idle_seconds, often
         # Shapes to capture, newest last, each with inputs on the host that have the shape, and how often it was asked.
         self._wanted: OrderedDict[tuple[Any, ...], tuple[InputsT, int]] = OrderedDict()
@@ -207,7 +260,8 @@ class GraphedForward(CapturedGraphs[InputsT]):
         self._idle_work, self._work_left = idle_work, False
         # Wakes the capturing thread.
         self._changed = threading.Condition()
-        self._last_use = time.monotonic()
+        # When the device was last seen to have something to do; callers who are at it; whether all of it is done.
+        self._last_use, self._callers, self._done = time.monotonic(), 0, lambda: True
         self._capturing: threading.Thread | None = None
         self._closed = False
         _CLOSED_AT_EXIT.add(self)
@@ -217,18 +271,15 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
         example: of the same shape, to capture it with instead: a forward of it runs before, at some later time.
         """
-        with self._changed:
-            # A capture or a piece of work that is under way is the last before this forward.
-            self._last_use = time.monotonic()
-        with self._device_lock, torch.inference_mode(), self._on_device():
+        with self._using(), self._device_lock, torch.inference_mode(), self._on_device():
             replayed = self._replay(inputs)
             if replayed is None:
                 scores = self._eager(inputs)
                 self.counts["eager"] += 1
             else:
                 scores = replayed
+            self._done = self._mark()
         with self._changed:
-            self._last_use = time.monotonic()
             if replayed is None:
                 self._work_left = self._idle_work is not None
                 if inputs.rows <= self._most_rows:
@@ -245,8 +296,22 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
     def eager(self, inputs: InputsT) -> torch.Tensor:
         """Scores [C] by running the forward, noted for no capture. Waits for the device."""
-        with self._device_lock, torch.inference_mode(), self._on_device():
-            return self._eager(inputs)
+        with self._using(), self._device_lock, torch.inference_mode(), self._on_device():
+            scores = self._eager(inputs)
+            self._done = self._mark()
+            return scores
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """A capture or a piece of work that is under way when this is entered is the last until it is left."""
+        with self._changed:
+            self._callers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._callers -= 1
+                self._last_use = time.monotonic()
 
     def capture_ahead(
         self, every: Sequence[InputsT], bar: Callable[[list[InputsT]], Iterable[InputsT]]
@@ -339,7 +404,10 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def _due(self) -> tuple[Any, ...] | None:
         """The shape to capture now, or `_WORK`, if any; called with `_changed` held."""
         now = time.monotonic()
-        if now >= self._last_use + self._idle_seconds:
+        if self._callers or not self._done():
+            # A forward is launched long before it ends.
+            self._last_use = now
+        elif now >= self._last_use + self._idle_seconds:
             return next(reversed(self._wanted), _WORK)
         if now < self._resting_until:
             return None

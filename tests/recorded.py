@@ -24,3 +24,4 @@ def record_instead_of_capture(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CapturedGraphs, "_captured", captured)
     patch.setattr(CapturedGraphs, "_pinned", lambda self, inputs: inputs.pack())
     patch.setattr(CapturedGraphs, "_on_device", lambda self: nullcontext())
+    patch.setattr(CapturedGraphs, "_mark", lambda self: lambda: True)

@@ -44,6 +44,32 @@ def test_an_idle_device_captures_the_newest_shape(clock):
     assert graphs._due() == ("new",)
 
 
+def test_a_forward_that_is_launched_and_not_done_keeps_the_device_busy(clock):
+    graphs = made(idle_seconds=0.05, often=3)
+    asked(graphs, seldom=1)
+    done = False
+    graphs._done = lambda: done
+    for _ in range(3):
+        clock.now += 1.0
+        assert graphs._due() is None
+    done = True
+    assert graphs._due() is None
+    clock.now += 0.06
+    assert graphs._due() == ("seldom",)
+
+
+def test_a_caller_who_waits_for_the_device_keeps_it_busy(clock):
+    graphs = made(idle_seconds=0.05, often=3)
+    asked(graphs, seldom=1)
+    with graphs._using():
+        clock.now += 1.0
+        assert graphs._due() is None
+    clock.now += 0.04
+    assert graphs._due() is None
+    clock.now += 0.02
+    assert graphs._due() == ("seldom",)
+
+
 def test_a_busy_device_captures_only_what_is_asked_for_often_and_rests_after(clock):
     graphs = made(idle_seconds=0.05, often=3)
     asked(graphs, often=3, seldom=2)

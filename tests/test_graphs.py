@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,29 @@ def test_they_go_by_memory_and_the_newest_stays():
     assert graphs(Row.of(1, 2, 3, 4, 5))[1] == "captures"
     assert (graphs.held_bytes, graphs.counts["evictions"]) == (20, 2)
     assert graphs(Row.of(5, 4, 3, 2, 1))[1] == "replays"
+
+
+def test_a_pool_that_has_outgrown_the_bound_starts_anew(monkeypatch):
+    record = CapturedGraphs._captured
+
+    def captured(self, inputs):
+        # As much as it takes and nothing has taken before.
+        found = record(self, inputs)
+        self._pool_bytes = max(self._pool_bytes, found.bytes)
+        self._pool = self._pool or (1, 0)
+        return replace(found, bytes=0)
+
+    monkeypatch.setattr(CapturedGraphs, "_captured", captured)
+    graphs = at_once(most_bytes=12, one_pool=True)
+    assert [graphs(Row.of(*range(size)))[1] for size in (1, 3, 2, 1, 2, 3)] == ["captures"] * 3 + ["replays"] * 3
+    assert (graphs.held_bytes, graphs.counts["evictions"]) == (12, 0)
+    # One alone may be larger; what comes after it has the pool's memory already, or another pool.
+    for size, evictions in ((5, 3), (4, 4), (2, 5)):
+        assert graphs(Row.of(*range(size)))[1] == "captures"
+        assert (graphs.held_bytes, graphs.counts["evictions"]) == (4 * size, evictions)
+    assert [graphs(Row.of(*range(size)))[1] for size in (3, 2)] == ["captures", "replays"]
+    graphs.drop()
+    assert graphs.held_bytes == 0 and graphs._pool is None
 
 
 def test_captures_are_logged_the_first_as_a_warning(caplog):
@@ -254,9 +277,9 @@ def test_idle_work_waits_for_requests_between_its_steps():
             done = super().step()
             if done:
                 # A request comes in while a piece runs: the next piece waits until the device has been idle again.
-                thread, before = threading.Thread(target=ask), graphs._last_use
+                thread = threading.Thread(target=ask)
                 thread.start()
-                while graphs._last_use == before:
+                while not graphs._callers:
                     time.sleep(0.001)
                 running.append((thread, time.monotonic()))
             return done

@@ -236,6 +236,27 @@ def test_least_recently_used_graphs_go_first_by_count(weights):
     assert graphs.counts["evictions"] >= 1
 
 
+def test_graphs_of_one_pool_share_their_memory_and_keep_their_answers(weights):
+    graphs = GraphedForward(partial(forward, weights), DEVICE, idle_seconds=1000.0)
+    layouts = [layout_of(case, seed) for seed in (0, 1) for case in ("choice_8x200", "noul_70", "example")]
+    with torch.inference_mode():
+        expected = [forward(weights, layout.to(DEVICE)) for layout in layouts]
+        graphs.capture(layouts[0])
+        alone = graphs.held_bytes
+        for layout in layouts[1:3]:
+            graphs.capture(layout)
+        assert alone > 0 and graphs.held_bytes < 1.5 * alone + (64 << 20)
+        # What one leaves in the pool another overwrites; eager forwards between have memory of their own.
+        for _ in range(3):
+            for layout, scores in zip(layouts, expected, strict=True):
+                found, replayed = graphs(layout)
+                assert replayed and torch.equal(found, scores)
+                assert torch.equal(graphs.eager(layout), scores)
+        graphs.drop()
+        torch.cuda.empty_cache()
+        assert graphs.held_bytes == 0
+
+
 def test_graphs_go_by_memory(weights):
     graphs = GraphedForward(partial(forward, weights), DEVICE, most_bytes=1)
     with torch.inference_mode():
