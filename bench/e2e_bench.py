@@ -75,8 +75,8 @@ def main() -> None:
         "--rest-ms",
         type=float,
         default=0.0,
-        help="scope forward: the device rests so long before every call, as it does between a lone client's requests; "
-        "without, a card at its power limit lowers its clock (default: 0)",
+        help="scope forward: time some calls once more, the device resting so long before each, as between a lone "
+        "client's requests; without rest a card at its power limit lowers its clock (default: 0, not again)",
     )
     parser.add_argument("--layers", type=int, help="scope forward: fewer layers than the profile has")
     args = parser.parse_args()

@@ -38,6 +38,8 @@ CASES = ("example", "noul_70", "noul_1500", "choice_8x1000", "choice_32x1056")
 MODES = ("fla", "graph", "fast")
 # A slow baseline gets fewer rounds: as many as fit.
 _SECONDS_PER_CASE = 5.0
+# Calls timed with a rest before each.
+_RESTED = 20
 # Nor is a formulation of the matmul floor timed for long, once it has been timed.
 _MS_PER_FORMULATION = 500.0
 
@@ -152,6 +154,21 @@ def timed(
     return calls(repeats, 3, _SECONDS_PER_CASE)
 
 
+def _rested(
+    run: Callable[[], torch.Tensor], args: argparse.Namespace, floor: MatmulFloor | None
+) -> dict[str, float | None]:
+    """Medians of a few calls, and of the floor in turn with them, each after a rest; None where none was asked for."""
+    if not args.rest_ms:
+        return {"rest_ms": None, "rested_p50_ms": None, "rested_floor_ms": None}
+    measure = None if floor is None else floor.measure
+    times = timed(run, min(args.repeats, _RESTED), args.warmups, measure, args.rest_ms / 1e3)
+    return {
+        "rest_ms": args.rest_ms,
+        "rested_p50_ms": round(statistics.median(times), 3),
+        "rested_floor_ms": None if floor is None else round(statistics.median(floor.times[-len(times) :]), 3),
+    }
+
+
 class MatmulFloor:
     """All matmuls of a forward at this many rows and nothing else, each shape at the best of several formulations.
 
@@ -240,11 +257,12 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     busy_ms, families: of one profiled call, kernels that overlap counted once. tflops and gb_s: what
     `forward_work` counts of a mode's rows, over p50. peak_gib, used_gib: of fast, measured case after case while no
-    other model is on the device. first_ms: a shape's first answer.
+    other model is on the device. first_ms: a shape's first answer. rested_p50_ms, rested_floor_ms: with `rest_ms`
+    before every call.
     """
     device = torch.device(args.device)
     shapes = Shapes.of(text_config(args.profile, args.layers))
-    modes, rest = args.mode or MODES, args.rest_ms / 1e3
+    modes = args.mode or MODES
     cases = {case: prompts(case, VOCABULARY) for case in args.case or CASES}
     fast, memory = None, {}
     if "fast" in modes:
@@ -286,10 +304,11 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 replays = graphs.counts["replays"]
             if mode == "fast":
                 assert floor is not None
-                times = timed(run, args.repeats, args.warmups, floor.measure, rest)
+                times = timed(run, args.repeats, args.warmups, floor.measure)
                 floor_ms = round(statistics.median(floor.times[-len(times) :]), 3)
             else:
-                times = timed(run, args.repeats, args.warmups, rest_seconds=rest)
+                times = timed(run, args.repeats, args.warmups)
+            rested = _rested(run, args, floor if mode == "fast" else None)
             scores[mode] = run()
             replayed = None if graphs is None else graphs.counts["replays"] > replays
             eager = original.model if original is not None and mode in ORIGINALS else None
@@ -315,7 +334,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     **(memory[case] if mode == "fast" else {"peak_gib": None, "used_gib": None}),
                     first_ms=None if first is None else round(first, 3),
                     replayed=replayed,
-                    rest_ms=args.rest_ms,
+                    **rested,
                     families={name: round(ms, 3) for name, ms in spent.families.items()},
                     score_difference=round((scores[mode] - scores[modes[0]]).abs().max().item(), 6),
                     samples=len(times),

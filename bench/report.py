@@ -164,14 +164,21 @@ def _e2e(results: Results) -> tuple[list[str], list[Plot]]:
         "",
         "The time of one answer. Scope *e2e* is records to scores, tokenizing included, its modes asked in turn, round "
         "by round; *forward* is tokens to scores, mode after mode. Rows are tokens that pass through the model: the "
-        "original computes every prompt whole, padded to the longest.",
+        "original computes every prompt whole, padded to the longest. Calls follow each other without a pause, which a "
+        "card at its power limit pays for with its clock; *rested* are others, with a pause before each.",
         "",
     ]
     pictures = []
     for profile, scope in dict.fromkeys((row["profile"], row["scope"]) for row in results.rows):
         rows = [row for row in results.rows if (row["profile"], row["scope"]) == (profile, scope)]
         head = ["case", "mode", "rows computed", "p50 ms", "fastest", "slowest", "times faster"]
-        device = [("kernels", "kernels"), ("busy_ms", "device busy ms"), ("floor_ms", "matmuls alone ms")]
+        device = [
+            ("kernels", "kernels"),
+            ("busy_ms", "device busy ms"),
+            ("floor_ms", "matmuls alone ms"),
+            ("rested_p50_ms", "p50 ms, rested"),
+            ("rested_floor_ms", "matmuls alone, rested"),
+        ]
         device = [(key, title) for key, title in device if any(row.get(key) is not None for row in rows)]
         lines += [f"Shape {profile}, scope {scope}:", ""]
         body = []

@@ -118,7 +118,7 @@ class CapturedGraphs(Generic[InputsT]):
         self._device = device
         self._one_pool = one_pool
         # Of the one pool: torch's handle, from the first capture on, and device memory that captures have put into it.
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._pool_bytes = 0
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
         self._graphs: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()

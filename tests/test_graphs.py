@@ -106,7 +106,8 @@ def test_a_pool_that_has_outgrown_the_bound_starts_anew(monkeypatch):
 
     monkeypatch.setattr(CapturedGraphs, "_captured", captured)
     graphs = at_once(most_bytes=12, one_pool=True)
-    assert [graphs(Row.of(*range(size)))[1] for size in (1, 3, 2, 1, 2, 3)] == ["captures"] * 3 + ["replays"] * 3
+    done = [graphs(Row.of(*range(size)))[1] for size in (1, 3, 2, 1, 2, 3)]
+    assert done == ["captures"] * 3 + ["replays"] * 3
     assert (graphs.held_bytes, graphs.counts["evictions"]) == (12, 0)
     # One alone may be larger; what comes after it has the pool's memory already, or another pool.
     for size, evictions in ((5, 3), (4, 4), (2, 5)):
