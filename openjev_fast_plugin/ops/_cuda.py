@@ -40,6 +40,8 @@ _PRODUCTS = (
     "linear_sm90",
     "product",
 )
+# The loop over the layers of a forward, which `compiled_layers` calls.
+_LOOP = ("layers",)
 # What prepares a forward on the host.
 HOST = (
     "count_rows",
@@ -56,7 +58,7 @@ def load() -> dict[str, Callable]:
     """
     torch.ops.load_library(str(build.build()))
     kernels = torch.ops.openjev_fast_cuda
-    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS, *HOST)}
+    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS, *_LOOP, *HOST)}
 
 
 def compute(op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
