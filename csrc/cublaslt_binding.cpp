@@ -1,10 +1,10 @@
 // Products x w^T by cuBLASLt, as ops of torch.ops.openjev_fast_cuda: which algorithms the library has for a product, and
 // one of them, chosen by the caller, on the current stream.
 //
-// x is [N, K], rows may be apart; w [O, K] contiguous; both bfloat16. out is [N, O] bfloat16, rows may be apart, or with
-// partials S > 1 the sums over each of S parts of the columns, [S, N, O] float32, one strided batch. Sums are float32
-// throughout: an algorithm that adds up parts of the columns by itself keeps them in float32 in its workspace, and adds
-// them in a fixed order. A call runs the algorithm it is given or raises; it never chooses.
+// x is [N, K], rows may be apart; w [O, K] contiguous; both bfloat16. out is [N, O] bfloat16, rows may be apart, or
+// with partials S > 1 the sums over each of S parts of the columns, [S, N, O] float32, one strided batch. Sums are
+// float32 throughout: an algorithm that adds up parts of the columns by itself keeps them in float32 in its workspace,
+// and adds them in a fixed order. A call runs the algorithm it is given or raises; it never chooses.
 //
 // An algorithm is the library's own 64 bytes, as eight integers: they mean something to the version they came from only.
 // The library is the one that PyTorch has loaded. Nothing links to it: its functions are found at the first call. Its
@@ -322,9 +322,10 @@ int64_t cublaslt_version() { return static_cast<int64_t>(library().version()); }
 // The row stride of a product that callers name, 0 where its rows lie one behind the other.
 int64_t stride_or(int64_t out_stride, int64_t features) { return out_stride == 0 ? features : out_stride; }
 
-// What the library proposes for x [rows, columns] contiguous and w [features, columns], best first by its own estimate, at
-// most `most`, then the first of them with other numbers of parts. out_stride: of the product's rows, 0 for features.
-// Returns [A, 9] int64 on the host: eight integers that are the algorithm, then the bytes of its workspace.
+// What the library proposes for x [rows, columns] contiguous and w [features, columns], best first by its own
+// estimate, at most `most`, then the first of them with other numbers of parts. out_stride: of the product's rows, 0
+// for features. Returns [A, 9] int64 on the host: eight integers that are the algorithm, then the bytes of its
+// workspace.
 Tensor cublaslt_algorithms(int64_t device, int64_t rows, int64_t features, int64_t columns, int64_t form,
                            int64_t partials, int64_t most, int64_t out_stride) {
   const Problem problem({rows, features, columns, columns, stride_or(out_stride, features), form, partials});

@@ -1,7 +1,7 @@
-// The layers of a forward in one call, so that the host takes microseconds an op and none of Python's lock; the one file
-// of these that knows the model. It follows forward_by_ops of openjev_fast_plugin/forward.py step by step, for layouts
-// without reuse: that is where the maths is explained, and the two change together. The same kernels in the same order,
-// so the same bits.
+// The layers of a forward in one call, so that the host takes microseconds an op and none of Python's lock; the one
+// file of these that knows the model. It follows forward_by_ops of openjev_fast_plugin/forward.py step by step, for
+// layouts without reuse: that is where the maths is explained, and the two change together. The same kernels in the
+// same order, so the same bits.
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// Products in every way there is: PyTorch's, in one call or in bands of the weight's rows, our kernel, and one algorithm
-// of cuBLASLt. As torch.ops.openjev_fast_cuda.product, with the numbers of one choice.
+// Products in every way there is: PyTorch's, in one call or in bands of the weight's rows, our kernel, and one
+// algorithm of cuBLASLt. As torch.ops.openjev_fast_cuda.product, with the numbers of one choice.
 #include "product.h"
 
 #include <ATen/ops/empty.h>
