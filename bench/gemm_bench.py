@@ -1,6 +1,6 @@
 """Every matmul of the released models: plain `F.linear`, the default way, and the one the tuner finds, in one run.
 
-    python bench/gemm_bench.py                                  # 27b, 9b and 2b: under 3 minutes on an H200
+    python bench/gemm_bench.py                                  # 27b, 9b and 2b: some minutes on an H200
     python bench/gemm_bench.py --profile 27b --rows 72,280      # some of it
     python bench/gemm_bench.py --profile 27b --rows 8-512 --seconds 500 --write-table     # the package's own table
     python bench/gemm_bench.py --device cpu --profile narrow --rows 8                     # a dry run without a GPU
@@ -262,8 +262,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--seconds",
         type=float,
-        default=170.0,
-        help="no product is begun after so many seconds (default: 170)",
+        default=280.0,
+        help="no product is begun after so many seconds (default: 280)",
     )
     add("--device", default="cuda:0", help="torch device (default: cuda:0)")
     add("--output", type=Path, help="results file (default: bench/results/<device>/gemm.json)")

@@ -11,6 +11,7 @@
 
 #include "check.h"
 #include "launch.h"
+#include "ops.h"
 
 namespace openjev_fast {
 namespace {
@@ -44,6 +45,8 @@ int check_update(const Checker& check, const Tensor& update, int64_t rows, int64
   check.tensor(update, "update", kFloat32, {partials, rows, width});
   return static_cast<int>(partials);
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& residual, const std::optional<Tensor>& update,
                                         const Tensor& weight, double eps) {
@@ -206,7 +209,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_prepare(const Tensor& q
   return {q, k, v, g, beta};
 }
 
-// tile and parts as in launch.h.
 Tensor linear_sm90(const Tensor& x, const Tensor& weight, bool silu, int64_t tile, int64_t parts) {
   const Checker check("linear_sm90", x);
   check.rank(x, "x", 2);
@@ -275,8 +277,6 @@ std::tuple<Tensor, Tensor> attention_prepare(const Tensor& q, const Tensor& k, c
   }
   return {q_out, k_out};
 }
-
-}  // namespace
 
 // Schemas follow from the signatures; arguments are those of the public ops of the same names.
 TORCH_LIBRARY(openjev_fast_cuda, library) {

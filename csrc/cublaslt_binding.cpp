@@ -1,10 +1,10 @@
 // Products x w^T by cuBLASLt, as ops of torch.ops.openjev_fast_cuda: which algorithms the library has for a product, and
 // one of them, chosen by the caller, on the current stream.
 //
-// x is [N, K], rows may be apart; w [O, K] contiguous; both bfloat16. out is [N, O] bfloat16, or with partials S > 1 the
-// sums over each of S parts of the columns, [S, N, O] float32, one strided batch. Sums are float32 throughout: an
-// algorithm that adds up parts of the columns by itself keeps them in float32 in its workspace, and adds them in a
-// fixed order. A call runs the algorithm it is given or raises; it never chooses.
+// x is [N, K], rows may be apart; w [O, K] contiguous; both bfloat16. out is [N, O] bfloat16, rows may be apart, or
+// with partials S > 1 the sums over each of S parts of the columns, [S, N, O] float32, one strided batch. Sums are
+// float32 throughout: an algorithm that adds up parts of the columns by itself keeps them in float32 in its workspace,
+// and adds them in a fixed order. A call runs the algorithm it is given or raises; it never chooses.
 //
 // An algorithm is the library's own 64 bytes, as eight integers: they mean something to the version they came from only.
 // The library is the one that PyTorch has loaded. Nothing links to it: its functions are found at the first call. Its
@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "check.h"
+#include "ops.h"
 
 namespace openjev_fast {
 namespace {
@@ -151,6 +152,7 @@ struct Shape {
   int64_t features;
   int64_t columns;
   int64_t x_row_stride;
+  int64_t out_row_stride;
   int64_t form;
   int64_t partials;
 };
@@ -168,6 +170,14 @@ void check_shape(const Shape& s) {
          std::to_string(s.rows) + " rows, " + std::to_string(s.features) + " features, " +
          std::to_string(s.columns) + " columns in " + std::to_string(s.partials) + " parts, row stride " +
          std::to_string(s.x_row_stride));
+  }
+  if (s.out_row_stride < s.features || s.out_row_stride % kEights != 0 || s.out_row_stride > kMost ||
+      (s.partials > 1 && s.out_row_stride != s.features)) {
+    fail(
+        "rows of the product must be multiples of 8 apart, those of partial sums lie one behind the other, "
+        "found " +
+        std::to_string(s.features) + " features, row stride " + std::to_string(s.out_row_stride) + ", " +
+        std::to_string(s.partials) + " parts");
   }
 }
 
@@ -193,11 +203,11 @@ class Problem {
     create(w_, CUDA_R_16BF, part, s.features, s.columns);
     const cudaDataType_t out_type = s.partials == 1 ? CUDA_R_16BF : CUDA_R_32F;
     if (x_first_) {
-      create(out_, out_type, s.rows, s.features, s.features);
+      create(out_, out_type, s.rows, s.features, s.out_row_stride);
       const int32_t row_order = CUBLASLT_ORDER_ROW;
       set(lt.layout_set, out_.get(), CUBLASLT_MATRIX_LAYOUT_ORDER, row_order);
     } else {
-      create(out_, out_type, s.features, s.rows, s.features);
+      create(out_, out_type, s.features, s.rows, s.out_row_stride);
     }
     if (s.partials > 1) {
       batch(x_, s.partials, part);
@@ -309,12 +319,16 @@ cublasLtMatmulAlgo_t from_words(at::IntArrayRef words) {
 
 int64_t cublaslt_version() { return static_cast<int64_t>(library().version()); }
 
-// What the library proposes for x [rows, columns] contiguous and w [features, columns], best first by its own estimate, at
-// most `most`, then the first of them with other numbers of parts. Returns [A, 9] int64 on the host: eight integers that are
-// the algorithm, then the bytes of its workspace.
+// The row stride of a product that callers name, 0 where its rows lie one behind the other.
+int64_t stride_or(int64_t out_stride, int64_t features) { return out_stride == 0 ? features : out_stride; }
+
+// What the library proposes for x [rows, columns] contiguous and w [features, columns], best first by its own
+// estimate, at most `most`, then the first of them with other numbers of parts. out_stride: of the product's rows, 0
+// for features. Returns [A, 9] int64 on the host: eight integers that are the algorithm, then the bytes of its
+// workspace.
 Tensor cublaslt_algorithms(int64_t device, int64_t rows, int64_t features, int64_t columns, int64_t form,
-                           int64_t partials, int64_t most) {
-  const Problem problem({rows, features, columns, columns, form, partials});
+                           int64_t partials, int64_t most, int64_t out_stride) {
+  const Problem problem({rows, features, columns, columns, stride_or(out_stride, features), form, partials});
   if (most < 1 || most > 1024)
     fail("between 1 and 1024 algorithms may be asked for, found " + std::to_string(most));
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
@@ -354,17 +368,19 @@ Tensor cublaslt_algorithms(int64_t device, int64_t rows, int64_t features, int64
 
 // Whether an algorithm computes such a product on the device within `workspace` bytes.
 bool cublaslt_accepts(int64_t device, int64_t rows, int64_t features, int64_t columns, int64_t form,
-                      int64_t partials, at::IntArrayRef algorithm, int64_t workspace) {
-  const Problem problem({rows, features, columns, columns, form, partials});
+                      int64_t partials, at::IntArrayRef algorithm, int64_t workspace, int64_t out_stride) {
+  const Problem problem({rows, features, columns, columns, stride_or(out_stride, features), form, partials});
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   Heuristic found = {};
   return accepts(handle_of(device), problem, from_words(algorithm), found) &&
          static_cast<int64_t>(found.workspaceSize) <= workspace;
 }
 
-// The product by one algorithm; workspace: the bytes it needs, taken from PyTorch's allocator for the current stream.
-Tensor cublaslt_matmul(const Tensor& x, const Tensor& weight, int64_t form, int64_t partials,
-                       at::IntArrayRef algorithm, int64_t workspace) {
+}  // namespace
+
+// workspace: the bytes the algorithm needs, taken from PyTorch's allocator for the current stream.
+void cublaslt_matmul_into(const Tensor& out, const Tensor& x, const Tensor& weight, int64_t form,
+                          at::IntArrayRef algorithm, int64_t workspace) {
   constexpr at::ScalarType kBFloat16 = at::ScalarType::BFloat16, kFloat32 = at::ScalarType::Float;
   const Checker check("cublaslt_matmul", x);
   check.rank(x, "x", 2);
@@ -372,19 +388,24 @@ Tensor cublaslt_matmul(const Tensor& x, const Tensor& weight, int64_t form, int6
   const int64_t rows = x.size(0), columns = x.size(1), features = weight.size(0);
   check.tensor(x, "x", kBFloat16, {rows, columns}, Strides::kLastContiguous);
   check.tensor(weight, "weight", kBFloat16, {features, columns});
-  for (const Tensor* tensor : {&x, &weight}) {
+  const bool sums = out.dim() == 3;
+  const int64_t partials = sums ? out.size(0) : 1;
+  if (sums && partials < 2) check.fail("partial sums must be several, found " + to_text(out.sizes()));
+  if (sums)
+    check.tensor(out, "the product", kFloat32, {partials, rows, features});
+  else
+    check.tensor(out, "the product", kBFloat16, {rows, features}, Strides::kLastContiguous);
+  for (const Tensor* tensor : {&x, &weight, &out}) {
     if (reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % kAlignment != 0) {
-      check.fail("x and weight must start at multiples of 16 bytes");
+      check.fail("x, weight and the product must start at multiples of 16 bytes");
     }
   }
   check.at_most(workspace, kMostWorkspace, "workspace");
   if (workspace < 0) check.fail("workspace must not be negative, found " + std::to_string(workspace));
-  const Problem problem({rows, features, columns, x.stride(0), form, partials});
+  const Problem problem({rows, features, columns, x.stride(0), out.stride(-2), form, partials});
   const cublasLtMatmulAlgo_t chosen = from_words(algorithm);
 
   const c10::cuda::CUDAGuard guard(x.device());
-  const Tensor out = partials == 1 ? at::empty({rows, features}, x.options())
-                                   : at::empty({partials, rows, features}, x.options().dtype(kFloat32));
   const Tensor scratch = at::empty({workspace}, x.options().dtype(at::kByte));
   const void* a = x.const_data_ptr();
   const void* b = weight.const_data_ptr();
@@ -396,15 +417,30 @@ Tensor cublaslt_matmul(const Tensor& x, const Tensor& weight, int64_t form, int6
                        workspace == 0 ? nullptr : scratch.mutable_data_ptr(), static_cast<size_t>(workspace),
                        c10::cuda::getCurrentCUDAStream(x.get_device()).stream()),
       "cublasLtMatmul");
+}
+
+Tensor cublaslt_matmul(const Tensor& x, const Tensor& weight, int64_t form, int64_t partials,
+                       at::IntArrayRef algorithm, int64_t workspace) {
+  const Checker check("cublaslt_matmul", x);
+  check.rank(x, "x", 2);
+  check.rank(weight, "weight", 2);
+  const int64_t rows = x.size(0), features = weight.size(0);
+  const Tensor out = partials == 1 ? at::empty({rows, features}, x.options())
+                                   : at::empty({partials, rows, features}, x.options().dtype(at::kFloat));
+  cublaslt_matmul_into(out, x, weight, form, algorithm, workspace);
   return out;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) {
   library.def("cublaslt_version", &cublaslt_version);
-  library.def("cublaslt_algorithms", &cublaslt_algorithms);
-  library.def("cublaslt_accepts", &cublaslt_accepts);
+  library.def(
+      "cublaslt_algorithms(int device, int rows, int features, int columns, int form, int partials, "
+      "int most, int out_stride=0) -> Tensor",
+      &cublaslt_algorithms);
+  library.def(
+      "cublaslt_accepts(int device, int rows, int features, int columns, int form, int partials, "
+      "int[] algorithm, int workspace, int out_stride=0) -> bool",
+      &cublaslt_accepts);
   library.def("cublaslt_matmul", &cublaslt_matmul);
 }
 

@@ -1,5 +1,4 @@
 // delta_rule as an op of torch.ops.openjev_fast_cuda: checks, output allocation, launch on the current stream.
-// Arguments are those of the public op; the chunk tables serve its portable implementation only.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -11,6 +10,7 @@
 
 #include "check.h"
 #include "launch.h"
+#include "ops.h"
 
 namespace openjev_fast {
 namespace {
@@ -26,11 +26,20 @@ void check_aligned(const Checker& check, const Tensor& tensor, const char* name)
   }
 }
 
+// Arguments are those of the public op; the chunk tables serve its portable implementation only.
+Tensor public_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                         const Tensor& beta, const Tensor& /*chunk_start*/, const Tensor& /*chunk_length*/,
+                         const Tensor& /*chunk_source*/, const Tensor& /*chunk_target*/,
+                         const Tensor& /*step_start*/, const Tensor& /*step_kept*/, int64_t /*slots*/,
+                         int64_t /*chunk_size*/, const Tensor& /*kept_source*/, const Tensor& /*kept_target*/,
+                         const Tensor& node, const Tensor& node_chunk, int64_t node_tiles, int64_t node_slots,
+                         const std::optional<Tensor>& kept) {
+  return delta_rule(q, k, v, g, beta, node, node_chunk, node_tiles, node_slots, kept);
+}
+
+}  // namespace
+
 Tensor delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                  const Tensor& /*chunk_start*/, const Tensor& /*chunk_length*/,
-                  const Tensor& /*chunk_source*/, const Tensor& /*chunk_target*/,
-                  const Tensor& /*step_start*/, const Tensor& /*step_kept*/, int64_t /*slots*/,
-                  int64_t /*chunk_size*/, const Tensor& /*kept_source*/, const Tensor& /*kept_target*/,
                   const Tensor& node, const Tensor& node_chunk, int64_t node_tiles, int64_t node_slots,
                   const std::optional<Tensor>& kept) {
   constexpr at::ScalarType kBFloat16 = at::ScalarType::BFloat16, kFloat32 = at::ScalarType::Float;
@@ -100,8 +109,6 @@ Tensor delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   return out;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) { library.def("delta_rule", &delta_rule); }
+TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) { library.def("delta_rule", &public_delta_rule); }
 
 }  // namespace openjev_fast

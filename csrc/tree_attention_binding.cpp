@@ -1,5 +1,5 @@
 // tree_attention as an op of torch.ops.openjev_fast_cuda: checks, output allocation, launch on the current
-// stream. Arguments are those of the public op; the block tables serve its portable implementation only.
+// stream.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "launch.h"
+#include "ops.h"
 
 namespace openjev_fast {
 namespace {
@@ -24,10 +25,19 @@ void check_access(const Checker& check, const Tensor& tensor, const char* name) 
   }
 }
 
+// Arguments are those of the public op; the block tables serve its portable implementation only.
+Tensor public_tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                             double scale, const Tensor& query_row, const Tensor& /*query_first*/,
+                             const Tensor& /*block_query*/, const Tensor& /*block_own*/,
+                             const Tensor& /*block_range*/, const Tensor& /*range_rows*/, const Tensor& tile,
+                             const Tensor& tile_range, int64_t tile_queries) {
+  return tree_attention(q, k, v, gate, scale, query_row, tile, tile_range, tile_queries);
+}
+
+}  // namespace
+
 Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate, double scale,
-                      const Tensor& query_row, const Tensor& /*query_first*/, const Tensor& /*block_query*/,
-                      const Tensor& /*block_own*/, const Tensor& /*block_range*/,
-                      const Tensor& /*range_rows*/, const Tensor& tile, const Tensor& tile_range,
+                      const Tensor& query_row, const Tensor& tile, const Tensor& tile_range,
                       int64_t tile_queries) {
   constexpr at::ScalarType kBFloat16 = at::ScalarType::BFloat16, kInt32 = at::ScalarType::Int;
   const Checker check("tree_attention", q);
@@ -92,8 +102,6 @@ Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   return out;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) { library.def("tree_attention", &tree_attention); }
+TORCH_LIBRARY_FRAGMENT(openjev_fast_cuda, library) { library.def("tree_attention", &public_tree_attention); }
 
 }  // namespace openjev_fast

@@ -18,6 +18,7 @@ import torch
 
 from openjev_fast_plugin import forest, packed_layout, warmup
 from openjev_fast_plugin import weights as model_weights
+from openjev_fast_plugin.compiled_layers import portable_ops
 from openjev_fast_plugin.console import each
 from openjev_fast_plugin.forest import build_forest, split_to_fit
 from openjev_fast_plugin.forward import forward
@@ -25,8 +26,6 @@ from openjev_fast_plugin.graphs import GraphedForward, IdleWork
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
-from openjev_fast_plugin.ops.delta_rule import KERNEL_DIM as DELTA_RULE_DIM
-from openjev_fast_plugin.ops.tree_attention import KERNEL_DIMS as ATTENTION_DIMS
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.packed_layout import PackedLayout
 from openjev_fast_plugin.prefixes import Capacity, Planned, PrefixCache
@@ -557,18 +556,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
     )
-
-
-def portable_ops(shapes: model_weights.Shapes, weight: torch.Tensor) -> list[str]:
-    """Ops that run as PyTorch operations, for want of a kernel for the heads or for the weights' dtype or device."""
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return ["all"]
-    missing = []
-    if not shapes.key_dim == shapes.value_dim == DELTA_RULE_DIM:
-        missing.append("delta_rule")
-    if shapes.head_dim not in ATTENTION_DIMS:
-        missing.append("tree_attention")
-    return missing
 
 
 def _outcome(scores: torch.Tensor, layout: Layout | PackedLayout, replayed: bool) -> Outcome:

@@ -1,4 +1,4 @@
-"""One forward pass over a packed forest: the layer loop over the ops."""
+"""One forward pass over a packed forest: the layer loop over the ops, and when it is compiled code's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from openjev_fast_plugin.compiled_layers import compiled_layers, compiles
 from openjev_fast_plugin.layout import CONVOLUTION_ROWS, Layout, Reuse, rotary_tables
 from openjev_fast_plugin.ops import (
     add_rms_norm,
@@ -38,10 +39,22 @@ def forward(weights: Weights, layout: Layout, prefixes: PrefixCache | None = Non
     Candidates of one forward share values that are not finite: masks and decays multiply what a row must not see by
     zero, and zero times NaN is NaN. A prompt whose hidden state overflows can make other prompts' scores NaN; it
     never makes them finite and wrong.
+
+    Where it `compiles`, the layers are one call of compiled code, to the same bits as op by op.
+    """
+    if not compiles(weights, layout):
+        return forward_by_ops(weights, layout, prefixes)
+    rotary, residual = _inputs(weights, layout)
+    return _scores(weights, layout, *compiled_layers(weights, layout, rotary, residual))
+
+
+def forward_by_ops(weights: Weights, layout: Layout, prefixes: PrefixCache | None = None) -> torch.Tensor:
+    """:func:`forward` with every op called from here: what it computes, on any device and with prefixes.
+
+    csrc/layers.cpp follows the loop step by step.
     """
     shapes, last = weights.shapes, len(weights.layers) - 1
-    rotary = rotary_tables(layout.position, shapes.rotary_pairs, shapes.rope_theta, weights.dtype)
-    residual = F.embedding(layout.token, weights.embedding)
+    rotary, residual = _inputs(weights, layout)
     update: torch.Tensor | None = None
     kept: Sequence[Any] = [None] * len(weights.layers)
     if layout.reuse is not None:
@@ -62,9 +75,27 @@ def forward(weights: Weights, layout: Layout, prefixes: PrefixCache | None = Non
         residual, normed = add_rms_norm(residual, update, layer.post_norm, shapes.eps)
         update = linear_update(linear_silu_mul(normed, layer.gate_up), layer.down)
     assert update is not None, "a model has layers"
+    return _scores(weights, layout, residual, update)
+
+
+def _inputs(weights: Weights, layout: Layout) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Cosine and sine of every packed row, and their embeddings [N, hidden]."""
+    shapes = weights.shapes
+    rotary = rotary_tables(layout.position, shapes.rotary_pairs, shapes.rope_theta, weights.dtype)
+    return rotary, F.embedding(layout.token, weights.embedding)
+
+
+def _scores(weights: Weights, layout: Layout, residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """Scores [C] of the candidates, of the read rows' residual stream [M, hidden] and the last update to it."""
     every = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
     scores = head_score(
-        residual, update, every, weights.final_norm, weights.head_weight, weights.head_bias, shapes.eps
+        residual,
+        update,
+        every,
+        weights.final_norm,
+        weights.head_weight,
+        weights.head_bias,
+        weights.shapes.eps,
     )
     return scores.index_select(0, layout.candidate_read)
 

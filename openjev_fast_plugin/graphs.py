@@ -1,7 +1,7 @@
 """CUDA Graphs of a forward: captured per shape, replayed, evicted by count and memory.
 
-A graph launches a whole forward at once; run eagerly, the host takes longer to enqueue the kernels of a small
-request than the device to run them. `GraphedForward` answers a shape seen for the first time eagerly and captures it
+A graph launches a whole forward at once; run eagerly, the host enqueues its hundreds of kernels one by one.
+`GraphedForward` answers a shape seen for the first time eagerly and captures it
 when the device is idle, so no request ever waits for its own capture; a server that is never idle captures what is
 asked for often, in a small part of its time. `CapturedAtOnce` captures a shape while its first request waits, and needs
 no thread. What else makes forwards faster when the device is idle is `IdleWork`.

@@ -281,7 +281,9 @@ def _choice(content: Mapping[str, Any]) -> Choice:
         raise ValueError(f"no choice is {dict(content)!r}")
     if choice.band and (choice.way != "pytorch" or choice.band < 0):
         raise ValueError(f"no choice is {dict(content)!r}")
-    if type(choice.fused) is not bool or len(choice.algorithm) != (8 if choice.way == "cublaslt" else 0):
+    # An algorithm may compute what bands leave.
+    words = {"cublaslt": (8,), "pytorch": (0, 8) if choice.band else (0,)}.get(choice.way, (0,))
+    if type(choice.fused) is not bool or len(choice.algorithm) not in words:
         raise ValueError(f"no choice is {dict(content)!r}")
     return choice
 

@@ -2,9 +2,9 @@
 
 Candidates for a product are `F.linear`, at once or in bands of the weight's rows, our kernel's tiles, and cuBLASLt's
 algorithms: what its heuristics propose for either order of the operands, each of the first with its columns in 2 to 4
-parts, and, before a residual add, partial sums left to the norm. They are timed together with the op that reads the
-product, on weights of the model in turn, so that nothing is in the cache that a forward would not find there and no
-weight is allocated.
+parts, and, before a residual add, partial sums left to the norm. What bands leave is tried with a few algorithms too.
+They are timed together with the op that reads the product, on weights of the model in turn, so that nothing is in the
+cache that a forward would not find there and no weight is allocated.
 
 A screening sorts them, a few at a time beside the default way; from the best on they are held against a float32 product
 and must repeat their own bits; the first that pass take turns in a final. The default stays unless it is beaten
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -51,7 +51,7 @@ from openjev_fast_plugin.replay_timer import (
 )
 from openjev_fast_plugin.tables import AttentionFacts, Entry, Facts, Store, TileEntry
 from openjev_fast_plugin.tile_tuner import TileTuner, TileTuning
-from openjev_fast_plugin.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, Weights
+from openjev_fast_plugin.weights import Weights, last_layer_parts, multiplied
 
 # A candidate may err this much more than `F.linear`, in the whole and in its worst element.
 LARGEST_RATIO = 1.05
@@ -63,8 +63,9 @@ _SCREENING_ROUNDS, _FINAL_ROUNDS = 2, 11
 _ROWS_AHEAD, _COST_OF_A_ROW = 16, 1e-3
 # Larger forwards run eagerly, for so long that choosing better is no use; nothing is tuned for them when idle.
 MOST_ROWS = 4096
-# Algorithms asked of cuBLASLt for one form of a product; for partial sums, which are seldom best, fewer.
-_PROPOSALS, _PARTIAL_PROPOSALS = 32, 12
+# Algorithms asked of cuBLASLt for one form of a product; fewer for partial sums, which are seldom best, and for what
+# bands leave, of which there are several; the first of each come in 2 to 4 parts as well.
+_PROPOSALS, _PARTIAL_PROPOSALS, _REST_PROPOSALS = 32, 12, 2
 # Elements of a float32 product computed at once for comparison.
 _EXACT_ELEMENTS = 1 << 24
 _EPS = 1e-6
@@ -114,9 +115,9 @@ class DeviceWays:
         op, sizes = product.op, (product.rows, product.features, product.columns)
         yield PYTORCH
         if product.rows > KERNEL_ROWS:
-            yield from (
-                Choice("pytorch", band=band) for band in bands(product.features, self._multiprocessors)
-            )
+            for band in bands(product.features, self._multiprocessors):
+                yield Choice("pytorch", band=band)
+                yield from self._bands_with_algorithms(product, band)
         if self._capability == (9, 0):
             yield from (Choice("kernel", tile=tile, parts=parts) for tile, parts in kernel_tiles(*sizes))
             if op == "linear_silu_mul":
@@ -124,8 +125,9 @@ class DeviceWays:
                     yield Choice("kernel", tile=tile, parts=parts, fused=True)
         for partials in (1, *PARTIALS) if op == "linear_update" else (1,):
             if product.features % 8 == 0 and product.columns % (8 * partials) == 0:
+                most = _PROPOSALS if partials == 1 else _PARTIAL_PROPOSALS
                 for form in range(FORMS):
-                    yield from self._algorithms(sizes, form, partials)
+                    yield from self._algorithms(sizes, form, partials, most)
 
     def compute(self, op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _cuda.compute(op, choice, x, weight)
@@ -136,24 +138,40 @@ class DeviceWays:
         if choice.partials > 1 and op != "linear_update":
             return False
         if choice.band:
-            return choice.way == "pytorch" and choice.band < product.features
+            if choice.way != "pytorch" or choice.partials > 1 or choice.band >= product.features:
+                return False
+            rest = (product.rows, product.features % choice.band, product.columns)
+            return not choice.algorithm or self._accepts(rest, choice, product.features)
         if choice.way == "kernel":
             tiles = kernel_tiles(*sizes, silu=choice.fused)
             fits = choice.fused <= (op == "linear_silu_mul") and (choice.tile, choice.parts) in tiles
             return fits and self._capability == (9, 0)
-        if choice.way == "cublaslt":
-            try:
-                return self._kernels["cublaslt_accepts"](
-                    self._device, *sizes, choice.form, choice.partials, choice.algorithm, choice.workspace
-                )
-            except RuntimeError:
-                # Numbers that are none of a product's: a form or a size there is no such algorithm for.
-                return False
-        return True
+        return choice.way != "cublaslt" or self._accepts(sizes, choice)
 
-    def _algorithms(self, sizes: tuple[int, int, int], form: int, partials: int) -> Iterator[Choice]:
-        most = _PROPOSALS if partials == 1 else _PARTIAL_PROPOSALS
-        found = self._kernels["cublaslt_algorithms"](self._device, *sizes, form, partials, most)
+    def _bands_with_algorithms(self, product: Product, band: int) -> Iterator[Choice]:
+        """These bands, with what they leave computed by one algorithm into its columns of the product."""
+        rest = product.features % band
+        if not rest or rest % 8 or product.features % 8 or product.columns % 8:
+            return
+        for form in range(FORMS):
+            sizes = (product.rows, rest, product.columns)
+            for one in self._algorithms(sizes, form, 1, _REST_PROPOSALS, product.features):
+                yield replace(one, way="pytorch", band=band)
+
+    def _accepts(self, sizes: tuple[int, int, int], choice: Choice, out_stride: int = 0) -> bool:
+        """Whether cuBLASLt has the algorithm for such a product. out_stride: as for `_algorithms`."""
+        numbers = (choice.form, choice.partials, choice.algorithm, choice.workspace, out_stride)
+        try:
+            return self._kernels["cublaslt_accepts"](self._device, *sizes, *numbers)
+        except RuntimeError:
+            # Numbers that are none of a product's: a form or a size there is no such algorithm for.
+            return False
+
+    def _algorithms(
+        self, sizes: tuple[int, int, int], form: int, partials: int, most: int, out_stride: int = 0
+    ) -> Iterator[Choice]:
+        """out_stride: elements from one row of the product to the next; 0: as many as it has features."""
+        found = self._kernels["cublaslt_algorithms"](self._device, *sizes, form, partials, most, out_stride)
         for *algorithm, workspace in found.tolist():
             yield Choice(
                 "cublaslt", form=form, partials=partials, workspace=workspace, algorithm=tuple(algorithm)
@@ -190,9 +208,9 @@ def model_weights(weights: Weights) -> dict[Weight, list[torch.Tensor]]:
     found: dict[Weight, list[torch.Tensor]] = {}
     last = type(weights.layers[-1].mixer)
     for layer in weights.layers:
-        every = list(_layer_weights(layer))
+        every = list(multiplied(layer))
         if isinstance(layer.mixer, last):
-            parts = layer.mixer.project.split(_last_layer_parts(weights, layer.mixer))
+            parts = layer.mixer.project.split(last_layer_parts(weights.shapes, layer.mixer))
             every += [("linear", part) for part in parts]
         for op, weight in every:
             found.setdefault(Weight(op, *weight.shape), []).append(weight)
@@ -201,24 +219,7 @@ def model_weights(weights: Weights) -> dict[Weight, list[torch.Tensor]]:
 
 def forward_counts(weights: Weights) -> Counter[Weight]:
     """How often a forward multiplies with a weight of a size, its last layer counted like the others."""
-    return Counter(
-        Weight(op, *weight.shape) for layer in weights.layers for op, weight in _layer_weights(layer)
-    )
-
-
-def _layer_weights(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "linear", layer.mixer.project
-    yield "linear_update", layer.mixer.output
-    yield "linear_silu_mul", layer.gate_up
-    yield "linear_update", layer.down
-
-
-def _last_layer_parts(weights: Weights, mixer: LinearAttentionWeights | FullAttentionWeights) -> list[int]:
-    """Rows of the parts of the fused projection that the last layer multiplies with one by one."""
-    shapes = weights.shapes
-    if isinstance(mixer, LinearAttentionWeights):
-        return [shapes.conv_channels, shapes.value_heads * shapes.value_dim, 2 * shapes.value_heads]
-    return [2 * shapes.query_heads * shapes.head_dim, 2 * shapes.kv_heads * shapes.head_dim]
+    return Counter(Weight(op, *weight.shape) for layer in weights.layers for op, weight in multiplied(layer))
 
 
 @dataclass

@@ -160,6 +160,21 @@ class Weights:
         return self.embedding.device
 
 
+def multiplied(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights a layer multiplies with, in order, each with its op; the last layer's first one in parts."""
+    yield "linear", layer.mixer.project
+    yield "linear_update", layer.mixer.output
+    yield "linear_silu_mul", layer.gate_up
+    yield "linear_update", layer.down
+
+
+def last_layer_parts(shapes: Shapes, mixer: LinearAttentionWeights | FullAttentionWeights) -> list[int]:
+    """Rows of the parts of the fused projection that the last layer multiplies with one by one."""
+    if isinstance(mixer, LinearAttentionWeights):
+        return [shapes.conv_channels, shapes.value_heads * shapes.value_dim, 2 * shapes.value_heads]
+    return [2 * shapes.query_heads * shapes.head_dim, 2 * shapes.kv_heads * shapes.head_dim]
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value

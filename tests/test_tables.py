@@ -18,6 +18,7 @@ PRODUCT = Product("linear_update", 280, 5120, 17408)
 ALGORITHM = Choice("cublaslt", form=1, partials=2, workspace=4096, algorithm=(66, -1, 2**62, 0, 0, 0, 0, 7))
 KERNEL = Choice("kernel", tile=64, parts=2)
 FUSED = Choice("kernel", tile=96, fused=True)
+REST = Choice("pytorch", band=16896, form=1, workspace=512, algorithm=(66, 0, 0, 0, 0, 0, 0, -7))
 
 
 def entry(choice: Choice, us: float = 66.5) -> Entry:
@@ -30,6 +31,7 @@ ENTRIES = {
     Product("linear_silu_mul", 72, 34816, 5120): entry(FUSED),
     Product("linear", 8, 16480, 5120): entry(PYTORCH),
     Product("linear", 280, 16480, 5120): entry(Choice("pytorch", band=12672)),
+    Product("linear_silu_mul", 280, 34816, 5120): entry(REST),
 }
 
 
@@ -217,6 +219,9 @@ BROKEN = {
     "band": changed(way="pytorch", algorithm=None, band=-8),
     "band as text": changed(way="pytorch", algorithm=None, band="8"),
     "bands of an algorithm": changed(band=64),
+    "an algorithm without bands": changed(way="pytorch"),
+    "an algorithm of a kernel": changed(way="kernel"),
+    "bands and an algorithm of seven": changed(way="pytorch", band=64, algorithm=[1] * 7),
     "unknown": lambda content: content["tables"][0]["products"][0]["choice"].update(speed=9),
     "list": lambda content: content.update(tables={"a": 1}),
 }

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -645,51 +645,77 @@ def test_partial_sums_are_looked_up_by_shape(monkeypatch):
     assert _partials(OnDevice(), meta[1]) == 1
 
 
-def test_ways_are_computed_by_what_they_name(monkeypatch):
+def test_a_choice_is_the_numbers_that_csrc_product_cpp_reads():
+    # The way, then band, tile, parts, fused, form, partials, workspace, and the algorithm behind how long it is.
+    assert PYTORCH.encoded() == [0, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert Choice("pytorch", band=20).encoded() == [0, 20, 0, 1, 0, 0, 1, 0, 0]
+    assert Choice("kernel", tile=48, parts=2, fused=True).encoded() == [1, 0, 48, 2, 1, 0, 1, 0, 0]
+    words = (7, 0, 2**62, -1, 0, 0, 0, 0)
+    assert Choice("cublaslt", form=1, partials=2, workspace=512, algorithm=words).encoded() == [
+        *(2, 0, 0, 1, 0, 1, 2, 512, 8),
+        *words,
+    ]
+    assert way(9, form=1).encoded()[8:] == [8, 9, 0, 0, 0, 0, 0, 0, 0]
+    # A field that is added is encoded too, or said to be none of the compiled code's.
+    assert len(fields(Choice)) == len(PYTORCH.encoded())
+
+
+def test_what_a_choice_is_called():
+    words = (7, 0, 0, 0, 0, 0, 0, 0)
+    assert (
+        str(PYTORCH) == "F.linear"
+        and str(Choice("pytorch", band=256)) == "F.linear, 256 weight rows at a time"
+    )
+    alone = str(Choice("cublaslt", form=1, algorithm=words))
+    assert alone.startswith("cuBLASLt ") and alone.endswith(", rows first")
+    rest = str(Choice("pytorch", band=256, form=1, algorithm=words))
+    assert rest == f"F.linear, 256 weight rows at a time, the rest by {alone}"
+
+
+def test_products_are_computed_by_compiled_code_in_the_way_given(monkeypatch):
     x, weight = tensors()
     asked = []
 
-    def kernel(name):
-        def run(*arguments):
-            asked.append((name, arguments[2:]))
-            return torch.full((16, 48), float(len(asked))).bfloat16()
+    def product(x, weight, silu, numbers):
+        asked.append((silu, numbers))
+        return torch.empty(0)
 
-        return run
-
-    monkeypatch.setattr(
-        _cuda, "load", lambda: {name: kernel(name) for name in ("linear_sm90", "cublaslt_matmul")}
-    )
+    monkeypatch.setattr(_cuda, "load", lambda: {"product": product})
     chosen = way(7, form=1, partials=2, workspace=512)
-    assert torch.equal(_cuda.compute("linear", PYTORCH, x, weight), F.linear(x, weight))
-    # The last of three bands is what is left.
-    product = F.linear(x, weight)
-    banded = _cuda.compute("linear", Choice("pytorch", band=20), x, weight)
-    torch.testing.assert_close(banded, product)
-    assert banded.is_contiguous() and banded.shape == (16, 48)
-    torch.testing.assert_close(
-        _cuda.compute("linear_silu_mul", Choice("pytorch", band=40), x, weight), silu_mul(product)
-    )
-    assert _cuda.compute("linear_update", chosen, x, weight).unique() == 1
-    assert _cuda.compute("linear", Choice("kernel", tile=64, parts=2), x, weight).unique() == 2
-    # A kernel that activates is not activated again; a product is.
-    fused = _cuda.compute("linear_silu_mul", Choice("kernel", tile=48, fused=True), x, weight)
-    assert fused.shape == (16, 48)
-    assert torch.equal(
-        _cuda.compute("linear_silu_mul", way(8), x, weight), silu_mul(torch.full((16, 48), 4.0).bfloat16())
-    )
+    _cuda.compute("linear", PYTORCH, x, weight)
+    _cuda.compute("linear_silu_mul", Choice("pytorch", band=40), x, weight)
+    _cuda.compute("linear_update", chosen, x, weight)
     assert asked == [
-        ("cublaslt_matmul", (1, 2, chosen.algorithm, 512)),
-        ("linear_sm90", (False, 64, 2)),
-        ("linear_sm90", (True, 48, 1)),
-        ("cublaslt_matmul", (0, 1, way(8).algorithm, 0)),
+        (False, PYTORCH.encoded()),
+        (True, Choice("pytorch", band=40).encoded()),
+        (False, chosen.encoded()),
     ]
+
+
+@pytest.mark.parametrize("op", _choices.OPS)
+def test_float32_needs_no_compiled_code(op, monkeypatch):
+    def load():
+        raise AssertionError("built for a product that PyTorch computes")
+
+    monkeypatch.setattr(_cuda, "load", load)
+    x, weight = torch.randn(16, 64), torch.randn(48, 64)
+    portable = _cuda.linear._portable_silu_mul if op == "linear_silu_mul" else F.linear
+    if op == "linear_update":
+        assert torch.equal(_cuda._linear_update(x, weight, 1), portable(x, weight))
+        assert _cuda._linear_update(x, weight, 2).shape == (2, 16, 48)
+    else:
+        assert torch.equal(_cuda._product(op, portable)(x, weight), portable(x, weight))
 
 
 def test_another_number_of_partial_sums_than_the_choices_is_computed_by_pytorch(monkeypatch):
     x, weight = torch.randn(16, 64).bfloat16(), torch.randn(48, 64).bfloat16()
-    monkeypatch.setattr(_cuda, "load", lambda: {"cublaslt_matmul": lambda *_: torch.zeros(4, 16, 48)})
-    product = PRODUCT._replace(op="linear_update")
-    with in_force(Choices({product: way(1, partials=4)})):
+    chosen = way(1, partials=4)
+
+    def product(x, weight, silu, numbers):
+        return torch.zeros(4, 16, 48) if numbers == chosen.encoded() else F.linear(x, weight)
+
+    monkeypatch.setattr(_cuda, "load", lambda: {"product": product})
+    with in_force(Choices({PRODUCT._replace(op="linear_update"): chosen})):
         assert not _cuda._linear_update(x, weight, 4).any()
         torch.testing.assert_close(
             _cuda._linear_update(x, weight, 2), torch.ops.openjev_fast.linear_update(x, weight, 2)
@@ -708,15 +734,18 @@ class Library:
     """Stands for the loaded kernels: algorithms of cuBLASLt, and what it accepts."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.checked = [], []
 
-    def algorithms(self, device, rows, features, columns, form, partials, most):
-        self.asked.append((form, partials, most))
+    def algorithms(self, device, rows, features, columns, form, partials, most, out_stride=0):
+        self.asked.append((features, form, partials, most, out_stride))
         return torch.tensor([[form, partials, 0, 0, 0, 0, 0, 1, 256], [form, partials, 0, 0, 0, 0, 0, 2, 0]])
 
-    def accepts(self, device, rows, features, columns, form, partials, algorithm, workspace):
+    def accepts(self, device, rows, features, columns, form, partials, algorithm, workspace, out_stride=0):
         if form > 1:
             raise RuntimeError("cublaslt: there is no form 2")
+        if not features:
+            raise RuntimeError("cublaslt: features must be positive")
+        self.checked.append((features, out_stride))
         return algorithm[0] == 1
 
 
@@ -751,9 +780,43 @@ def test_candidates_are_of_every_kind(device_ways):
     assert {(c.form, c.partials) for c in update if c.way == "cublaslt"} == {
         (form, partials) for form in (0, 1) for partials in (1, 2, 4)
     }
+    # A product as a whole asks for more than what its bands leave.
+    assert {most for *_, most, _ in device_ways.library.asked} == {32, 12, 2}
     # Sizes that are no multiples of 8 are PyTorch's alone.
     for odd in (few._replace(rows=280, features=5121), few._replace(rows=280, columns=6140)):
         assert {c.way for c in device_ways.candidates(odd)} == {"pytorch"}
+
+
+def test_what_bands_leave_is_tried_with_algorithms_of_its_size(device_ways):
+    product = Product("linear_silu_mul", 280, 34816, 5120)
+    found = [c for c in device_ways.candidates(product) if c.band and c.algorithm]
+    assert {c.way for c in found} == {"pytorch"} and {c.partials for c in found} == {1}
+    leaves = {band: 34816 % band for band in bands(34816, 132)}
+    assert all(leaves.values())
+    # Both forms, two algorithms each, into columns of rows as far apart as the whole product's.
+    assert Counter(c.band for c in found) == dict.fromkeys(leaves, 4)
+    asked = [one for one in device_ways.library.asked if one[-1]]
+    assert asked == [(rest, form, 1, 2, 34816) for rest in leaves.values() for form in (0, 1)]
+    # None where the bands leave nothing, or what cuBLASLt does not take.
+    even = Product("linear", 280, 2 * 5632, 5120)
+    assert 5632 in bands(even.features, 132)
+    assert not [c for c in device_ways.candidates(even) if c.band == 5632 and c.algorithm]
+    odd = product._replace(features=34818)
+    assert not [c for c in device_ways.candidates(odd) if c.algorithm]
+
+
+def test_an_algorithm_of_a_file_is_held_against_what_its_bands_leave(device_ways):
+    product = Product("linear", 280, 34816, 5120)
+    choice = Choice("pytorch", band=16896, form=1, workspace=256, algorithm=(1,) * 8)
+    assert device_ways.takes(product, choice)
+    assert device_ways.library.checked == [(1024, 34816)]
+    assert not device_ways.takes(product, replace(choice, algorithm=(0,) * 8))
+    assert not device_ways.takes(product, replace(choice, form=2))
+    # Without a rest, without a band that leaves one, and for sums that nobody takes.
+    assert not device_ways.takes(product, replace(choice, band=17408))
+    assert not device_ways.takes(product, replace(choice, band=34816))
+    update = product._replace(op="linear_update")
+    assert device_ways.takes(update, choice) and not device_ways.takes(update, replace(choice, partials=2))
 
 
 def test_candidates_pass_for_what_a_file_may_hold(device_ways):
@@ -764,7 +827,7 @@ def test_candidates_pass_for_what_a_file_may_hold(device_ways):
         Product("linear_silu_mul", 280, 34816, 5120),
     ):
         for choice in device_ways.candidates(product):
-            expected = choice.way != "cublaslt" or choice.form == 1
+            expected = not choice.algorithm or choice.form == 1
             assert device_ways.takes(product, choice) is expected, choice
 
 

@@ -9,9 +9,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 OPS = ("linear", "linear_silu_mul", "linear_update")
+Way = Literal["pytorch", "kernel", "cublaslt"]
 # Products noted as wanted, at most: a server that makes no choices forgets none.
 _MOST_WANTED = 4096
 
@@ -39,12 +40,13 @@ class Choice:
 
     way: "pytorch" is `F.linear`, "kernel" csrc/linear_sm90.cuh, "cublaslt" one algorithm of cuBLASLt.
     band: of "pytorch", rows of the weight that one call computes with, the last call with what is left; 0: all of them.
+        With an algorithm of cuBLASLt, that computes what is left.
     tile, parts: of the kernel. fused: the kernel computes the MLP's activation as well.
     form, partials, workspace, algorithm: of csrc/cublaslt_binding.cpp. partials: parts of the columns whose float32
         sums are left to the op that reads the product; 1: there are none, the product is bfloat16.
     """
 
-    way: Literal["pytorch", "kernel", "cublaslt"]
+    way: Way
     band: int = 0
     tile: int = 0
     parts: int = 1
@@ -59,10 +61,19 @@ class Choice:
             parts = f" in {self.parts} parts" if self.parts > 1 else ""
             return f"kernel, tiles of {self.tile}{parts}{', activation fused' if self.fused else ''}"
         if self.way == "cublaslt":
-            name = zlib.crc32(repr(self.algorithm).encode())
             sums = f", {self.partials} partial sums" if self.partials > 1 else ""
-            return f"cuBLASLt {name:08x}, {('weight', 'rows')[self.form]} first{sums}"
-        return f"F.linear, {self.band} weight rows at a time" if self.band else "F.linear"
+            return f"{self._algorithm_name()}{sums}"
+        rest = f", the rest by {self._algorithm_name()}" if self.algorithm else ""
+        return f"F.linear, {self.band} weight rows at a time{rest}" if self.band else "F.linear"
+
+    def _algorithm_name(self) -> str:
+        name = zlib.crc32(repr(self.algorithm).encode())
+        return f"cuBLASLt {name:08x}, {('weight', 'rows')[self.form]} first"
+
+    def encoded(self) -> list[int]:
+        """The numbers that csrc/product.cpp reads: every field, the algorithm's integers behind how many they are."""
+        numbers = [get_args(Way).index(self.way), self.band, self.tile, self.parts, int(self.fused)]
+        return [*numbers, self.form, self.partials, self.workspace, len(self.algorithm), *self.algorithm]
 
 
 PYTORCH = Choice("pytorch")

@@ -19,9 +19,8 @@ from openjev_fast_plugin import build
 from openjev_fast_plugin.ops import linear
 from openjev_fast_plugin.ops._choices import Choice
 from openjev_fast_plugin.ops._library import NAMESPACE
-from openjev_fast_plugin.ops.silu_mul import silu_mul
 
-# Names in torch.ops.openjev_fast_cuda: of the public ops of the same names, and of what `compute` chooses from.
+# Names in torch.ops.openjev_fast_cuda: of the public ops of the same names, and of what products are computed with.
 _KERNELS = (
     "add_rms_norm",
     "attention_prepare",
@@ -39,7 +38,10 @@ _PRODUCTS = (
     "cublaslt_matmul",
     "cublaslt_version",
     "linear_sm90",
+    "product",
 )
+# The loop over the layers of a forward, which `compiled_layers` calls.
+_LOOP = ("layers",)
 # What prepares a forward on the host.
 HOST = (
     "count_rows",
@@ -56,30 +58,12 @@ def load() -> dict[str, Callable]:
     """
     torch.ops.load_library(str(build.build()))
     kernels = torch.ops.openjev_fast_cuda
-    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS, *HOST)}
+    return {name: getattr(kernels, name).default for name in (*_KERNELS, *_PRODUCTS, *_LOOP, *HOST)}
 
 
 def compute(op: str, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One op of `ops.linear` in one way. x: [N, K], weight: [O, K], bfloat16 on one CUDA device."""
-    if choice.way == "kernel":
-        product = load()["linear_sm90"](x, weight, choice.fused, choice.tile, choice.parts)
-    elif choice.way == "cublaslt":
-        product = load()["cublaslt_matmul"](
-            x, weight, choice.form, choice.partials, choice.algorithm, choice.workspace
-        )
-    elif choice.band:
-        product = _by_bands(x, weight, choice.band)
-    else:
-        product = F.linear(x, weight)
-    return silu_mul(product) if op == "linear_silu_mul" and not choice.fused else product
-
-
-def _by_bands(x: torch.Tensor, weight: torch.Tensor, band: int) -> torch.Tensor:
-    """`F.linear` of so many rows of the weight at a time, each call into its columns of one product."""
-    product = x.new_empty(len(x), len(weight))
-    for part, columns in zip(weight.split(band), product.split(band, dim=1), strict=True):
-        torch.mm(x, part.t(), out=columns)
-    return product
+    return load()["product"](x, weight, op == "linear_silu_mul", choice.encoded())
 
 
 def _register(name: str) -> None:
@@ -94,8 +78,10 @@ def _register(name: str) -> None:
     _LIBRARY.impl(name, implementation)
 
 
-def _product(op: str) -> Callable:
+def _product(op: str, portable: Callable) -> Callable:
     def implementation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float32:
+            return portable(x, weight)
         return compute(op, linear._choice(op, x, weight), x, weight)
 
     return implementation
@@ -103,14 +89,14 @@ def _product(op: str) -> Callable:
 
 def _linear_update(x: torch.Tensor, weight: torch.Tensor, partials: int) -> torch.Tensor:
     choice = linear._choice("linear_update", x, weight)
-    if choice.partials != partials:
-        # The op was called with a number of its own, or tensors that the way chosen for their shape does not take.
+    if x.dtype is torch.float32 or choice.partials != partials:
+        # Golden precision, a number of the caller's own, or tensors that the way chosen for their shape does not take.
         return linear._portable_update(x, weight, partials)
     return compute("linear_update", choice, x, weight)
 
 
 for _name in _KERNELS:
     _register(_name)
-for _name in ("linear", "linear_silu_mul"):
-    _LIBRARY.impl(_name, _product(_name))
+_LIBRARY.impl("linear", _product("linear", F.linear))
+_LIBRARY.impl("linear_silu_mul", _product("linear_silu_mul", linear._portable_silu_mul))
 _LIBRARY.impl("linear_update", _linear_update)

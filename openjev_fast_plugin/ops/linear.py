@@ -32,8 +32,8 @@ _WAVE_ROWS = 32
 PARTIALS = (2, 4)
 # Orders of the operands in csrc/cublaslt_binding.cpp.
 FORMS = 2
-# Rows and pointers of kernel and cuBLASLt start at multiples of this many bytes.
-_ALIGNMENT = 16
+# Rows and pointers of kernel and cuBLASLt start at multiples of this many bytes; so many bfloat16 elements.
+_ALIGNMENT, _STEP_OF_ROWS = 16, 8
 
 
 def kernel_tiles(rows: int, features: int, columns: int, silu: bool = False) -> list[tuple[int, int]]:
@@ -87,25 +87,33 @@ def default_choice(product: Product, capability: tuple[int, int], multiprocessor
     return PYTORCH if found is None else Choice("kernel", tile=found[0], parts=found[1], fused=silu)
 
 
-def _choice(op: str, x: torch.Tensor, weight: torch.Tensor) -> Choice:
-    """How an op on these tensors, which are on a CUDA device, is to be computed."""
-    step = _ALIGNMENT // x.element_size()
-    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
-        return PYTORCH
-    if (
-        not len(x)
-        or x.stride(1) != 1
-        or x.stride(0) % step
-        or (x.data_ptr() | weight.data_ptr()) % _ALIGNMENT
-    ):
-        return PYTORCH
-    product = Product(op, x.shape[0], weight.shape[0], weight.shape[1])
-    choices = _choices.installed(x.device.index)
+def choice_of(product: Product, device: torch.device) -> Choice:
+    """How a product that has ways is to be computed on a CUDA device; noted as wanted where nothing is chosen."""
+    choices = _choices.installed(device.index)
     found = None if choices is None else choices.find(product)
     if found is None:
-        multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        found = default_choice(product, torch.cuda.get_device_capability(x.device), multiprocessors)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        found = default_choice(product, torch.cuda.get_device_capability(device), multiprocessors)
     return found
+
+
+def has_ways(weight: torch.Tensor) -> bool:
+    """Whether products of contiguous rows with a weight on a CUDA device have other ways than PyTorch's."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.is_contiguous()
+        and weight.shape[1] % _STEP_OF_ROWS == 0
+        and weight.data_ptr() % _ALIGNMENT == 0
+    )
+
+
+def _choice(op: str, x: torch.Tensor, weight: torch.Tensor) -> Choice:
+    """How an op on these tensors, which are on a CUDA device, is to be computed."""
+    if not has_ways(weight) or x.dtype is not torch.bfloat16 or not len(x):
+        return PYTORCH
+    if x.stride(1) != 1 or x.stride(0) % _STEP_OF_ROWS or x.data_ptr() % _ALIGNMENT:
+        return PYTORCH
+    return choice_of(Product(op, x.shape[0], weight.shape[0], weight.shape[1]), x.device)
 
 
 def _partials(x: torch.Tensor, weight: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""A packed forward watched from outside: every op's call, and the hidden states between layers."""
+"""A packed forward, op by op, watched from outside: every op's call, and the hidden states between layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openjev_fast_plugin import engine as fast_engine
 from openjev_fast_plugin.forest import Forest
-from openjev_fast_plugin.forward import forward
+from openjev_fast_plugin.forward import forward_by_ops
 from openjev_fast_plugin.layout import Bucket, build_layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.ops._library import NAMESPACE
@@ -113,7 +113,7 @@ class PackedRun:
         few = few_queries_for(self._weights.device, self._weights.shapes.heads)
         layout = build_layout(forest, self._bucket, bool(self._portable), few)
         with torch.inference_mode(), _Watch(on_call):
-            forward(self._weights, layout.to(self._weights.device))
+            forward_by_ops(self._weights, layout.to(self._weights.device))
 
 
 class _Watch(TorchDispatchMode):

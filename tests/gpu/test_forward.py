@@ -11,7 +11,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import CUDA_BUCKET
 from openjev_fast_plugin.forest import build_forest
-from openjev_fast_plugin.forward import forward
+from openjev_fast_plugin.forward import forward, forward_by_ops
 from openjev_fast_plugin.graphs import GraphedForward
 from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.measurement.originals import use_delta_rule
@@ -82,7 +82,7 @@ def states_of(weights: Weights, layout: Layout, monkeypatch) -> list[torch.Tenso
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(forward_module, "add_rms_norm", norm)
         patch.setattr(forward_module, "head_score", score)
-        forward(weights, layout.to(DEVICE))
+        forward_by_ops(weights, layout.to(DEVICE))
     # A layer adds its input's update first, then its mixer's.
     states = [*residuals[2::2], read[0][layout.candidate_read.long()]]
     return [state.double() for state in states]

@@ -38,7 +38,7 @@ from openjev_fast_plugin.ops import (
     tree_attention,
 )
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Heads, Product
-from openjev_fast_plugin.ops.linear import FORMS, PARTIALS
+from openjev_fast_plugin.ops.linear import FORMS, KERNEL_ROWS, PARTIALS
 from openjev_fast_plugin.ops.tree_attention import (
     LARGE_TILE,
     SMALL_TILE,
@@ -163,6 +163,78 @@ def test_bands_of_a_weight_are_one_product(features, band):
     assert relative_l2(found, exact) <= 1.05 * relative_l2(F.linear(x, weight), exact)
     activated = _cuda.compute("linear_silu_mul", Choice("pytorch", band=band), x, weight)
     assert torch.equal(activated, silu_mul(found))
+    # Each call is PyTorch's own.
+    expected = torch.empty_like(found)
+    for part, columns in zip(weight.split(band), expected.split(band, dim=1), strict=True):
+        torch.mm(x, part.t(), out=columns)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("form", range(FORMS))
+@pytest.mark.parametrize("features, band", [(2048, 768), (1000, 384), (34816, 16896)])
+def test_an_algorithm_computes_what_bands_leave(features, band, form):
+    x, weight = normal(280, 576)[:, :512], normal(features, 512, scale=512**-0.5)
+    exact, rest = x.double() @ weight.double().t(), features % band
+    bar = relative_l2(F.linear(x, weight), exact)
+    whole = _cuda.compute("linear", Choice("pytorch", band=band), x, weight)
+    proposed = _cuda.load()["cublaslt_algorithms"](0, 280, rest, 512, form, 1, 2, features)
+    accepts = _cuda.load()["cublaslt_accepts"]
+    agreed = 0
+    for *words, workspace in proposed.tolist():
+        assert accepts(0, 280, rest, 512, form, 1, words, workspace, features)
+        choice = Choice("pytorch", band=band, form=form, workspace=workspace, algorithm=tuple(words))
+        try:
+            found = into_nan(choice, x, weight)
+        except RuntimeError as error:
+            print(f"{choice} is refused: {error}")
+            continue
+        assert found.is_contiguous() and torch.isfinite(found).all()
+        # The bands are as they were, and the rest is that algorithm's.
+        assert torch.equal(found[:, :-rest], whole[:, :-rest])
+        agreed += relative_l2(found[:, -rest:], exact[:, -rest:]) <= 1.05 * bar
+        assert torch.equal(found, _cuda.compute("linear", choice, x, weight)), choice
+        assert torch.equal(_cuda.compute("linear_silu_mul", choice, x, weight), silu_mul(found))
+    print(f"{agreed} of {len(proposed)} agree")
+    # PyTorch's own order of the operands always has one.
+    assert agreed or form != 0
+
+
+@pytest.mark.parametrize("rows", [72, 280])
+def test_every_way_is_what_it_names(rows):
+    x, weight = normal(rows, 2048), normal(4096, 2048, scale=2048**-0.5)
+    loaded = _cuda.load()
+    plain = _cuda.compute("linear", PYTORCH, x, weight)
+    assert torch.equal(plain, F.linear(x, weight))
+    assert torch.equal(_cuda.compute("linear_silu_mul", PYTORCH, x, weight), silu_mul(plain))
+    for choice in (algorithms(rows, 4096, 2048, 0)[0], algorithms(rows, 4096, 2048, 0, 2)[0]):
+        run = loaded["cublaslt_matmul"]
+        expected = run(x, weight, choice.form, choice.partials, choice.algorithm, choice.workspace)
+        assert torch.equal(_cuda.compute("linear_update", choice, x, weight), expected)
+    if rows <= KERNEL_ROWS and torch.cuda.get_device_capability() == (9, 0):
+        run = loaded["linear_sm90"]
+        product = run(x, weight, False, 64, 2)
+        chosen = Choice("kernel", tile=64, parts=2)
+        assert torch.equal(_cuda.compute("linear", chosen, x, weight), product)
+        # A kernel that activates is not activated again; a product is.
+        assert torch.equal(_cuda.compute("linear_silu_mul", chosen, x, weight), silu_mul(product))
+        fused = Choice("kernel", tile=48, fused=True)
+        assert torch.equal(_cuda.compute("linear_silu_mul", fused, x, weight), run(x, weight, True, 48, 1))
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ([0, 0, 0, 1, 0, 0, 1, 0], "at least 9 numbers"),
+        ([2, 0, 0, 1, 0, 0, 1, 0, 8, 1, 2], "before the 8 numbers of its algorithm"),
+        ([0, 0, 0, 1, 0, 0, 1, 0, 0, 5], "more numbers follow"),
+        ([3, 0, 0, 1, 0, 0, 1, 0, 0], "there is no way 3"),
+        ([0, 1024, 0, 1, 0, 0, 1, 0, 8, *range(8)], "bands of 1024 leave nothing of 2048 rows"),
+        ([0, 768, 0, 1, 0, 0, 1, 0, 7, *range(7)], "an algorithm is 8 integers"),
+    ],
+)
+def test_numbers_that_are_no_choice_are_refused(numbers, message):
+    with pytest.raises(RuntimeError, match=message):
+        _cuda.load()["product"](normal(280, 512), normal(2048, 512), False, numbers)
 
 
 def test_partial_sums_are_of_equal_parts():
@@ -200,6 +272,10 @@ def test_what_is_proposed_is_accepted_and_nothing_else():
                 size = (0, 280, 1024, 2048, form, partials)
                 assert accepts(*size, choice.algorithm, choice.workspace)
     assert not accepts(0, 280, 1024, 2048, 0, 1, (-1,) * 8, 1 << 25)
+    with pytest.raises(RuntimeError, match="multiples of 8 apart"):
+        accepts(0, 280, 1024, 2048, 0, 1, (0,) * 8, 0, 1000)
+    with pytest.raises(RuntimeError, match="one behind the other"):
+        accepts(0, 280, 1024, 2048, 0, 2, (0,) * 8, 0, 2048)
 
 
 def test_arguments_that_do_not_fit_raise_and_harm_nothing():
