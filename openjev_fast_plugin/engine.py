@@ -158,6 +158,12 @@ class PackedForward:
             return False
         return self.graphs.holds(layout)
 
+    def _launches(self, layout: Layout | PackedLayout) -> bool:
+        """Whether a forward is launched by compiled code, at once: milliseconds, without Python's lock."""
+        if self.graphs is None or self._thread is not None or self._observed is not None:
+            return False
+        return isinstance(layout, PackedLayout) and not self.graphs.taken
+
     def start(self, prepared: Layout | PackedLayout | Planned) -> Callable[[], Outcome]:
         while isinstance(prepared, Planned):
             assert self.prefixes is not None
@@ -191,11 +197,11 @@ class PackedForward:
     def _start(self, layout: Layout | PackedLayout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
-        if self.graphs is not None and self._replays(layout):
+        if self.graphs is not None and (self._replays(layout) or self._launches(layout)):
             with torch.inference_mode():
                 scores, replayed = self.graphs(layout, example)
             return lambda: _outcome(scores, layout, replayed)
-        # Launching every kernel takes about as long as the device works: not before others are on their way.
+        # Launching it takes about as long as the device works: not before others are on their way.
         return partial(self._compute, layout, example)
 
     @contextlib.contextmanager
@@ -310,6 +316,9 @@ class FastEngine:
         self._weights = model_weights.take_weights(model.backbone, model.head)
         self._backbone = model_weights.ReleasedBackbone(original.config, self._weights.backbone_tensors())
         model.backbone = self._backbone
+        if self._weights.device.type == "cuda":
+            # What loading and fusing took beside them.
+            torch.cuda.empty_cache()
         # Known once, as every answer asks for them.
         self._head = [self._weights.head_weight.data_ptr(), self._weights.head_bias.data_ptr()]
         self._facts = {

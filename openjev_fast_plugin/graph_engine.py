@@ -136,7 +136,7 @@ class GraphEngine:
             batch = PaddedBatch.of(prompts[span], self._pad)
             with torch.inference_mode():
                 scores, how = self._graphs(batch)
-            flat.append(scores.numpy())
+            flat.append(scores.cpu().numpy())
             rows_computed += batch.rows
             done[how] += 1
         pieces = np.split(np.concatenate(flat), np.cumsum([len(group) for group in groups])[:-1])

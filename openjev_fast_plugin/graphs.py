@@ -88,6 +88,16 @@ class _Captured:
     state: Hashable = None
 
 
+# Models of one process hold a device each for themselves, and captures share a stream.
+_ONE_CAPTURE = threading.Lock()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Every capture's: a pool hands memory on within one stream alone, and cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)
+
+
 class CapturedGraphs(Generic[InputsT]):
     """The graphs of one forward on one CUDA device; when to capture is what the classes below decide.
 
@@ -117,7 +127,7 @@ class CapturedGraphs(Generic[InputsT]):
         self._forward = forward
         self._device = device
         self._one_pool = one_pool
-        # Of the one pool: torch's handle, from the first capture on, and device memory that captures have put into it.
+        # Of the one pool: torch's handle, and device memory that captures have put into it; of no use without graphs.
         self._pool: Any = None
         self._pool_bytes = 0
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
@@ -128,21 +138,24 @@ class CapturedGraphs(Generic[InputsT]):
 
     def holds(self, inputs: InputsT) -> bool:
         """Whether these inputs would be replayed at once: their shape is captured, and none other is being captured."""
-        return inputs.shape_key() in self._graphs and not self._device_lock.locked()
+        return inputs.shape_key() in self._graphs and not self.taken
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody is launching or capturing, so that a forward would wait."""
+        return self._device_lock.locked()
 
     def drop(self) -> None:
         """Let go of every graph."""
         with self._device_lock:
-            self._clear()
+            self._graphs.clear()
 
     @property
     def held_bytes(self) -> int:
         """Device memory of all captured graphs."""
-        return self._pool_bytes + sum(captured.bytes for captured in self._graphs.values())
-
-    def _clear(self) -> None:
-        self._graphs.clear()
-        self._pool, self._pool_bytes = None, 0
+        if not self._graphs:
+            return 0
+        return self._pool_bytes + sum(captured.bytes for captured in list(self._graphs.values()))
 
     def _replay(self, inputs: InputsT) -> torch.Tensor | None:
         """Scores by replay, None where the shape has not been captured."""
@@ -167,7 +180,7 @@ class CapturedGraphs(Generic[InputsT]):
         if self._graphs and self._pool_bytes > self._most_bytes:
             # A pool does not shrink while one of its graphs is there.
             self.counts["evictions"] += len(self._graphs)
-            self._clear()
+            self._graphs.clear()
             del captured
             captured = self._captured(inputs)
         self._graphs[inputs.shape_key()] = captured
@@ -181,8 +194,9 @@ class CapturedGraphs(Generic[InputsT]):
     def _captured(self, inputs: InputsT) -> _Captured:
         packed = inputs.pack().to(self._device)
         on_device = inputs.unpack(packed)
-        if self._pool is None or not self._one_pool:
-            self._pool = torch.cuda.graph_pool_handle()
+        if not (self._one_pool and self._graphs):
+            # A pool goes with the last of its graphs, and is never taken again.
+            self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
         torch.cuda.synchronize(self._device)
         if torch.cuda.mem_get_info(self._device)[0] < self._most_bytes:
             # A capture cannot take what the allocator keeps for eager forwards. Where there is enough beside it, it
@@ -192,7 +206,7 @@ class CapturedGraphs(Generic[InputsT]):
         graph = torch.cuda.CUDAGraph()
         try:
             # torch.cuda.graph would empty the allocator's cache before every capture.
-            with torch.cuda.stream(self._stream):
+            with _ONE_CAPTURE, torch.cuda.stream(_capture_stream(self._device)):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     scores = self._forward(on_device)
@@ -205,11 +219,6 @@ class CapturedGraphs(Generic[InputsT]):
                 self._pool_bytes += grown
         used = max(free - torch.cuda.mem_get_info(self._device)[0], 0)
         return _Captured(graph, packed, scores, max(used - grown, 0) if self._one_pool else used)
-
-    @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        """Every capture's: the allocator hands a pool's memory on within one stream alone."""
-        return torch.cuda.Stream(self._device)
 
     def _mark(self) -> Callable[[], bool]:
         """Returns what tells whether the device has done all that was launched until now."""
@@ -240,9 +249,9 @@ class GraphedForward(CapturedGraphs[InputsT]):
         *,
         most_graphs: int = 256,
         most_bytes: int = 4 << 30,
-        most_rows: int = 4096,
+        most_rows: int = 1024,
         idle_seconds: float = 0.05,
-        often: int = 3,
+        often: int = 8,
         idle_work: IdleWork | None = None,
     ):
         super().__init__(
