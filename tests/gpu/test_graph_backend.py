@@ -178,7 +178,7 @@ def test_a_checkpoint_answers_as_its_merged_modules_do(tiny_checkpoint):
             found = model(records(seed, 2 + seed))
             with torch.inference_mode(), transformers_masks.applied():
                 expected = host(records(seed, 2 + seed))
-            assert torch.equal(torch.cat(found), torch.cat(expected))
+            assert torch.equal(torch.cat(found), torch.cat(expected).cpu())
             assert (model.last_stats["forwards"], model.last_stats[how]) == (1, 1)
     about = model.openjev_fast.describe()
     assert (about["name"], about["device"], about["dtype"]) == ("graph", "cuda:0", "bfloat16")
