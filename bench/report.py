@@ -164,10 +164,14 @@ def _e2e(results: Results) -> tuple[list[str], list[Plot]]:
         "",
         "The time of one answer. Scope *e2e* is records to scores, tokenizing included, its modes asked in turn, round "
         "by round; *forward* is tokens to scores, mode after mode. Rows are tokens that pass through the model: the "
-        "original computes every prompt whole, padded to the longest. Calls follow each other without a pause, which a "
-        "card at its power limit pays for with its clock; *rested* are others, with a pause before each.",
+        "original computes every prompt whole, padded to the longest.",
         "",
     ]
+    if any(row.get("rested_p50_ms") for row in results.rows):
+        lines[2] += (
+            " Calls follow each other without a pause, which a card at its power limit pays for with its clock; "
+            "*rested* are others, with a pause before each."
+        )
     pictures = []
     for profile, scope in dict.fromkeys((row["profile"], row["scope"]) for row in results.rows):
         rows = [row for row in results.rows if (row["profile"], row["scope"]) == (profile, scope)]

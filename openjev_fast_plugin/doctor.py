@@ -97,11 +97,6 @@ def _versions() -> Iterator[Finding]:
         found = _version(name)
         if found is None:
             yield Finding(name, "problem", "not installed", f"pip install {name}")
-        elif name == "torch":
-            import torch
-
-            # Its own word says which build it is: of a wheel from the index the distribution's version does not.
-            yield Finding(name, "ok", torch.__version__)
         else:
             yield Finding(name, "ok", found)
     for name, hint in _OPTIONAL.items():
@@ -181,7 +176,9 @@ def _devices() -> Iterator[Finding]:
                 "install a CUDA build of torch that this driver supports",
             )
         else:
-            yield Finding("gpu", "note", "none: everything runs on the CPU, with PyTorch operations")
+            # Its own word says which build it is: of a wheel from the index the distribution's version does not.
+            found = f"none: everything runs on the CPU, with PyTorch operations of torch {torch.__version__}"
+            yield Finding("gpu", "note", found)
         return
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     for index in range(torch.cuda.device_count()):

@@ -102,6 +102,8 @@ class PackedForward:
                 else partial(forward, weights, prefixes=prefixes)
             )
             self.graphs = GraphedForward(run, weights.device, idle_work=idle_work)
+            # The thread that captures would keep the weights for as long as shapes are wanted.
+            weakref.finalize(self, self.graphs.stop).atexit = False
         # The layouts of the forwards that are run, where somebody asked for them.
         self._observed: list[Layout | PackedLayout] | None = None
         self._thread: ThreadPoolExecutor | None = None

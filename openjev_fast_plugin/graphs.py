@@ -105,9 +105,10 @@ class CapturedGraphs(Generic[InputsT]):
     device: where it runs.
     most_graphs, most_bytes: the least recently used graphs are dropped beyond either; the newest one stays.
     most_rows: larger inputs are never captured; their kernels run longer than it takes to enqueue them.
-    one_pool: what kernels write between them lies in one memory pool for all graphs, since no two are replayed at a
-        time: hundreds take little more than the largest. Its memory is free again with the last of them only. Without,
-        each graph has its own, which goes with it.
+    one_pool: what kernels write between them lies in one memory pool for all graphs, of which no two may run at a time:
+        whoever replays does so on one stream of the device. Hundreds take little more than the largest where that is
+        captured first; growing ones may take several times that. The memory is free again with the last of them only.
+        Without, each graph has its own, which goes with it.
 
     Methods with an underscore are called with `_device_lock` held.
     """
@@ -127,7 +128,8 @@ class CapturedGraphs(Generic[InputsT]):
         self._forward = forward
         self._device = device
         self._one_pool = one_pool
-        # Of the one pool: torch's handle, and device memory that captures have put into it; of no use without graphs.
+        # Of the one pool: torch's handle, and device memory that captures have put into it, with what else the process
+        # took meanwhile; of no use without graphs.
         self._pool: Any = None
         self._pool_bytes = 0
         self._most_graphs, self._most_bytes, self._most_rows = most_graphs, most_bytes, most_rows
@@ -192,16 +194,23 @@ class CapturedGraphs(Generic[InputsT]):
             self.counts["evictions"] += 1
 
     def _captured(self, inputs: InputsT) -> _Captured:
+        try:
+            return self._captured_in_what_is_free(inputs)
+        except torch.OutOfMemoryError:
+            pass
+        # A capture cannot take what the allocator keeps for eager forwards. Otherwise that stays: the next of them would
+        # have to ask the device for all of it again, which takes milliseconds.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return self._captured_in_what_is_free(inputs)
+
+    def _captured_in_what_is_free(self, inputs: InputsT) -> _Captured:
         packed = inputs.pack().to(self._device)
         on_device = inputs.unpack(packed)
         if not (self._one_pool and self._graphs):
             # A pool goes with the last of its graphs, and is never taken again.
             self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
         torch.cuda.synchronize(self._device)
-        if torch.cuda.mem_get_info(self._device)[0] < self._most_bytes:
-            # A capture cannot take what the allocator keeps for eager forwards. Where there is enough beside it, it
-            # stays: the next eager forward would have to ask the device for all of it again, which takes milliseconds.
-            torch.cuda.empty_cache()
         free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -325,18 +334,21 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def capture_ahead(
         self, every: Sequence[InputsT], bar: Callable[[list[InputsT]], Iterable[InputsT]]
     ) -> tuple[int, int]:
-        """Capture the shapes of these inputs, the last ones where they are more than are kept, or than there is memory.
+        """Capture the shapes of these inputs, the last ones where they are more than are kept; the largest first.
 
         bar: shows the progress over a list. Returns how many shapes there are, and how many have their graph then.
         """
         shapes = {inputs.shape_key(): inputs for inputs in every}
         fitting = [inputs for inputs in shapes.values() if inputs.rows <= self._most_rows]
-        for inputs in bar(fitting[-self._most_graphs :]):
+        short = False
+        for inputs in bar(sorted(fitting[-self._most_graphs :], key=lambda each: -each.rows)):
             try:
                 self.capture(inputs)
             except torch.OutOfMemoryError:
-                _warn_of_memory(inputs)
-                break
+                # Smaller ones may fit.
+                if not short:
+                    _warn_of_memory(inputs)
+                short = True
         return len(shapes), sum(key in self._graphs for key in shapes)
 
     def capture(self, inputs: InputsT) -> None:
@@ -354,9 +366,9 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
     def drop(self) -> None:
         """Let go of every graph, and capture none of the shapes asked for so far."""
+        super().drop()
         with self._changed:
             self._wanted.clear()
-        super().drop()
 
     def wait_until_captured(self) -> None:
         """Block until no shape is waiting for its capture and no idle work is left."""
@@ -368,12 +380,16 @@ class GraphedForward(CapturedGraphs[InputsT]):
 
         The end of a process does this: a thread that is inside CUDA while the interpreter goes away aborts.
         """
-        with self._changed:
-            self._closed = True
-            capturing = self._capturing
-            self._changed.notify_all()
+        capturing = self.stop()
         if capturing is not None:
             capturing.join(_LAST_SECONDS)
+
+    def stop(self) -> threading.Thread | None:
+        """Capture nothing any more; returns the thread that ends with what is under way, if any."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            return self._capturing
 
     def _outdated(self, captured: _Captured) -> bool:
         return self._idle_work is not None and self._idle_work.state(captured.inputs) != captured.state
@@ -385,6 +401,17 @@ class GraphedForward(CapturedGraphs[InputsT]):
             self._capturing.start()
 
     def _capture_when_idle(self) -> None:
+        try:
+            self._capture_wanted()
+        except Exception:
+            # Such as that of a lost device, which every call to it raises.
+            _log.exception("openjev-fast: nothing is captured before the next forward that is not replayed")
+            with self._changed:
+                self._wanted.clear()
+                self._work_left, self._capturing = False, None
+                self._changed.notify_all()
+
+    def _capture_wanted(self) -> None:
         while True:
             with self._changed:
                 if self._closed or (not self._wanted and not self._work_left):
@@ -413,7 +440,10 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def _due(self) -> tuple[Any, ...] | None:
         """The shape to capture now, or `_WORK`, if any; called with `_changed` held."""
         now = time.monotonic()
-        if self._callers or not self._done():
+        if self._callers:
+            self._last_use = now
+            return None
+        if not self._done():
             # A forward is launched long before it ends.
             self._last_use = now
         elif now >= self._last_use + self._idle_seconds:
@@ -444,10 +474,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
                     del self._graphs[key]
                     self.counts["evictions"] += 1
             outdated = {key: graph.inputs for key, graph in self._graphs.items() if self._outdated(graph)}
-        with self._changed:
-            self._work_left |= done
-            for key, inputs in outdated.items():
-                self._wanted.setdefault(key, (inputs, 0))
+            # Before a `drop` that waits for the device forgets what is wanted.
+            with self._changed:
+                self._work_left |= done
+                for key, inputs in outdated.items():
+                    self._wanted.setdefault(key, (inputs, 0))
 
 
 _CLOSED_AT_EXIT: weakref.WeakSet[GraphedForward] = weakref.WeakSet()

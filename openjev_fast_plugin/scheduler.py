@@ -4,7 +4,8 @@ There is no thread of its own. A request that finds the device free runs its for
 arrives meanwhile waits, tokenized already, and the thread of the oldest one packs the next forward while the device
 works on the last. What the device can take while it works on another forward is launched shortly before that one is
 expected to end, so that the device does not wait for Python. Otherwise that thread launches when the device is free and
-then lets the answers of the forward before go out: answering takes Python's one lock for longer than launching does.
+then lets the answers of the forward before go out: answering takes Python's one lock, for which the launch would wait.
+So an answer that has somebody behind it may wait for the launch of a forward, milliseconds where it is no replay.
 
 Who goes into a forward: the request that waits longest, and of the others, in order of arrival, whatever adds at most
 `share_rows` rows to it, up to about half of those who wait and those being answered (`choose`). So a request that

@@ -35,6 +35,8 @@ _KERNEL_SOURCES = (
     "cublaslt_binding.cpp",
     "linear_sm90.cu",
     "linear_sm90.cuh",
+    "product.cpp",
+    "product.h",
     "residual.cuh",
     "silu_mul.cu",
     "silu_mul.cuh",

@@ -135,7 +135,7 @@ class DeviceWays:
     def takes(self, product: Product, choice: Choice) -> bool:
         """Whether a choice that comes from a file can compute a product here."""
         op, sizes = product.op, (product.rows, product.features, product.columns)
-        if choice.partials > 1 and op != "linear_update":
+        if (choice.partials > 1 and op != "linear_update") or (choice.fused and choice.way != "kernel"):
             return False
         if choice.band:
             if choice.way != "pytorch" or choice.partials > 1 or choice.band >= product.features:

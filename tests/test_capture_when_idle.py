@@ -64,10 +64,42 @@ def test_a_caller_who_waits_for_the_device_keeps_it_busy(clock):
     with graphs._using():
         clock.now += 1.0
         assert graphs._due() is None
+    clock.now += 0.06
+    assert graphs._due() == ("seldom",)
+
+
+def test_the_device_is_idle_from_when_its_last_caller_has_left(clock):
+    graphs = made(idle_seconds=0.05, often=3)
+    asked(graphs, seldom=1)
+    with pytest.raises(ValueError), graphs._using():
+        clock.now += 1.0
+        raise ValueError
     clock.now += 0.04
     assert graphs._due() is None
     clock.now += 0.02
     assert graphs._due() == ("seldom",)
+
+
+def test_no_capture_begins_while_a_caller_launches_however_often_it_was_asked_for(clock):
+    graphs = made(idle_seconds=0.05, often=3)
+    asked(graphs, often=9)
+    with graphs._using():
+        assert graphs._due() is None
+    assert graphs._due() == ("often",)
+
+
+def test_a_device_that_is_lost_ends_the_captures_and_nobody_waits_for_them(caplog):
+    graphs = made(idle_seconds=0.0)
+
+    def lost() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    graphs._done = lost
+    asked(graphs, seldom=1)
+    with graphs._changed:
+        graphs._start_capturing()
+    graphs.wait_until_captured()
+    assert graphs._capturing is None and not graphs._wanted and "illegal memory access" in caplog.text
 
 
 def test_a_busy_device_captures_only_what_is_asked_for_often_and_rests_after(clock):

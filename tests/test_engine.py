@@ -455,3 +455,53 @@ def test_an_engine_that_cannot_be_built_changes_nothing(tiny_checkpoint, monkeyp
     reason = accelerate(model, "auto").openjev_fast.describe()["reason"]
     assert reason.startswith(f"fast: {error}; graph: the model is on cpu, CUDA Graphs need a CUDA device")
     assert torch.equal(model(records)[0], expected)
+
+
+class Launches:
+    """Graphs that hold none, and note what they are asked to launch."""
+
+    def __init__(self, taken: bool):
+        self.taken, self.launched, self.stopped = taken, [], False
+
+    def holds(self, layout: Any) -> bool:
+        return False
+
+    def __call__(self, layout: Any, example: Any) -> tuple[torch.Tensor, bool]:
+        self.launched.append(layout)
+        return torch.zeros(1), False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def packed_of(tiny_checkpoint, monkeypatch, graphs: Launches) -> engine_module.PackedForward:
+    """A forward as on a GPU, around these graphs."""
+    model = DecisionModel.load(tiny_checkpoint, "cpu")
+    monkeypatch.setattr(engine_module, "GraphedForward", lambda *arguments, **options: graphs)
+    packed = engine_module.PackedForward(model_weights.take_weights(model.backbone, model.head), [])
+    packed._thread.shutdown()
+    packed._thread = None
+    return packed
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_compiled_code_launches_is_on_its_way_before_it_is_waited_for(
+    tiny_checkpoint, monkeypatch, taken
+):
+    """Unless somebody captures: then the answers of others would wait for it too."""
+    graphs = Launches(taken)
+    packed = packed_of(tiny_checkpoint, monkeypatch, graphs)
+    layout = engine_module.PackedLayout(torch.zeros(8, dtype=torch.int32), [8] * 9 + [0] * 4)
+    wait = packed.start(layout)
+    assert graphs.launched == [] if taken else graphs.launched == [layout]
+    assert wait().scores.tolist() == [0.0] and graphs.launched == [layout]
+
+
+def test_an_engine_that_is_let_go_captures_nothing_any_more(tiny_checkpoint, monkeypatch):
+    graphs = Launches(False)
+    packed = packed_of(tiny_checkpoint, monkeypatch, graphs)
+    gc.collect()
+    assert not graphs.stopped
+    del packed
+    gc.collect()
+    assert graphs.stopped

@@ -161,6 +161,55 @@ def test_a_graph_captured_when_idle_is_replayed_with_the_inputs_of_the_day():
     assert graphs.counts == {"replays": 1, "eager": 3, "captures": 1, "evictions": 0}
 
 
+def test_nothing_is_captured_before_a_launched_forward_has_ended(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(CapturedGraphs, "_mark", lambda self: ended.is_set)
+    graphs = GraphedForward(doubled, CPU, idle_seconds=0.0)
+    assert not graphs(Row.of(1, 2))[1]
+    time.sleep(0.05)
+    assert graphs.counts["captures"] == 0
+    ended.set()
+    graphs.wait_until_captured()
+    assert graphs.counts["captures"] == 1
+
+
+def test_a_forward_that_fails_keeps_no_device_busy():
+    def fails_once(row: Row) -> torch.Tensor:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("no")
+        return 2 * row.values
+
+    failed: list[bool] = []
+    graphs = GraphedForward(fails_once, CPU, idle_seconds=0.0)
+    with pytest.raises(RuntimeError):
+        graphs(Row.of(1, 2))
+    graphs(Row.of(1, 2))
+    graphs.wait_until_captured()
+    assert graphs.counts["captures"] == 1
+
+
+def test_what_a_step_of_the_work_outdates_is_not_wanted_after_a_drop():
+    class Dropped(Doubling):
+        def step(self) -> bool:
+            done = super().step()
+            dropping.start()
+            while not begun.is_set():
+                time.sleep(0.001)
+            return done
+
+    def drop() -> None:
+        begun.set()
+        graphs.drop()
+
+    work, begun, dropping = Dropped(1), threading.Event(), threading.Thread(target=drop)
+    graphs = GraphedForward(work.forward, CPU, idle_seconds=1000.0, idle_work=work)
+    graphs.capture(Row.of(1))
+    graphs._work()
+    dropping.join()
+    assert not graphs._wanted and graphs.held_bytes == 0
+
+
 def test_a_shape_is_captured_once_however_often_it_is_asked_to():
     graphs = GraphedForward(doubled, CPU)
     graphs.capture(Row.of(1))

@@ -586,6 +586,23 @@ def test_the_forward_that_is_watched_has_the_tiles_of_the_engine(tiny_checkpoint
         assert found and found[0] == tile
 
 
+@pytest.mark.parametrize("wrong", [0.0, 1e-3])
+def test_the_compiled_loop_is_held_to_the_ops_bit_by_bit(tiny_checkpoint, monkeypatch, wrong):
+    model = DecisionModel.load(tiny_checkpoint, "cpu")
+    packed = PackedRun(take_weights(model.backbone, model.head), [])
+    forest = fast_engine.build_forest([np.arange(length, dtype=np.int32) for length in (30, 41)])
+    packed.check_ops("a request", forest)
+    # Nothing is compiled here.
+    assert "forward" not in packed.results
+    monkeypatch.setattr(packed_module, "compiles", lambda weights, layout: True)
+    real = packed_module.forward
+    monkeypatch.setattr(packed_module, "forward", lambda *arguments: real(*arguments) + wrong)
+    packed.check_ops("a request", forest)
+    assert packed.results["forward"].calls == 1
+    failures = [(op, place, measure.what) for op, place, measure in packed.failures]
+    assert failures == ([("forward", "a request", "elements different from op by op")] if wrong else [])
+
+
 def test_layers_to_check_are_the_ends_and_the_middle_of_each_type():
     assert checked_layers(("linear_attention",) * 3 + ("full_attention",)) == [0, 1, 2, 3]
     kinds = (("linear_attention",) * 3 + ("full_attention",)) * 8

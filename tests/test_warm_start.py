@@ -243,7 +243,8 @@ def test_of_more_shapes_than_graphs_are_kept_the_last_are_captured(gpu):
     graphs._most_graphs = 3
     counts = gpu.engine.warm_up(lambda: None, [8 * n for n in range(1, 9)])
     assert counts["captured"] == 3 < counts["shapes"] and graphs.counts["evictions"] == 0
-    assert [rows for what, rows in gpu.events if what == "captured"][-1] == 64
+    # The largest first, in whose memory the others run.
+    assert [rows for what, rows in gpu.events if what == "captured"] == [64, 64, 56]
 
 
 def test_without_memory_for_a_graph_the_server_starts_all_the_same(gpu, monkeypatch, caplog):
@@ -258,7 +259,20 @@ def test_without_memory_for_a_graph_the_server_starts_all_the_same(gpu, monkeypa
 
     monkeypatch.setattr(graphs, "_captured", captured)
     counts = gpu.engine.warm_up(lambda: None, [8, 16, 24])
-    assert counts["captured"] == 1 and "no device memory to capture" in caplog.text
+    assert counts["captured"] == 1 and caplog.text.count("no device memory to capture") == 1
+
+
+def test_where_a_large_graph_finds_no_memory_smaller_ones_may(gpu, monkeypatch):
+    graphs = gpu.engine._packed.graphs
+    real = graphs._captured
+
+    def captured(layout):
+        if layout.rows > 16:
+            raise torch.OutOfMemoryError("no memory")
+        return real(layout)
+
+    monkeypatch.setattr(graphs, "_captured", captured)
+    assert gpu.engine.warm_up(lambda: None, [8, 16, 24])["captured"] >= 2
 
 
 def test_tuning_that_is_off_is_left_out(gpu, monkeypatch):

@@ -89,6 +89,8 @@ def default_choice(product: Product, capability: tuple[int, int], multiprocessor
 
 def choice_of(product: Product, device: torch.device) -> Choice:
     """How a product that has ways is to be computed on a CUDA device; noted as wanted where nothing is chosen."""
+    if not product.rows:
+        return PYTORCH
     choices = _choices.installed(device.index)
     found = None if choices is None else choices.find(product)
     if found is None:
@@ -109,7 +111,7 @@ def has_ways(weight: torch.Tensor) -> bool:
 
 def _choice(op: str, x: torch.Tensor, weight: torch.Tensor) -> Choice:
     """How an op on these tensors, which are on a CUDA device, is to be computed."""
-    if not has_ways(weight) or x.dtype is not torch.bfloat16 or not len(x):
+    if not has_ways(weight) or x.dtype is not torch.bfloat16:
         return PYTORCH
     if x.stride(1) != 1 or x.stride(0) % _STEP_OF_ROWS or x.data_ptr() % _ALIGNMENT:
         return PYTORCH

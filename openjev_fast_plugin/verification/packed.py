@@ -11,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openjev_fast_plugin import engine as fast_engine
+from openjev_fast_plugin.compiled_layers import compiles
 from openjev_fast_plugin.forest import Forest
-from openjev_fast_plugin.forward import forward_by_ops
-from openjev_fast_plugin.layout import Bucket, build_layout
+from openjev_fast_plugin.forward import forward, forward_by_ops
+from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.ops._library import NAMESPACE
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
@@ -82,7 +83,17 @@ class PackedRun:
                     if not measure.passed:
                         self.failures.append((op, f"{place}, {name}", measure))
 
-        self._run(forest, on_call)
+        layout, scores = self._run(forest, on_call)
+        if compiles(self._weights, layout):
+            # What serves is the compiled loop over the same ops.
+            with torch.inference_mode():
+                different = int((forward(self._weights, layout) != scores).sum())
+            measure = Measure("scores", "elements different from op by op", different, 0)
+            result = self.results.setdefault("forward", OpResult())
+            result.calls += 1
+            result.add(name, measure)
+            if not measure.passed:
+                self.failures.append(("forward", name, measure))
 
     def read_states(self, forest: Forest, on_state: OnState) -> None:
         """Hand over every packed row's state after every layer, the last one's after the final norm: [rows, hidden].
@@ -109,11 +120,12 @@ class PackedRun:
         """The layer whose first call this is."""
         return self._starts.get(arguments[2].data_ptr()) if op == "add_rms_norm" else None
 
-    def _run(self, forest: Forest, on_call: OnCall) -> None:
+    def _run(self, forest: Forest, on_call: OnCall) -> tuple[Layout, torch.Tensor]:
+        """The layout on the model's device, and the scores of its candidates."""
         few = few_queries_for(self._weights.device, self._weights.shapes.heads)
-        layout = build_layout(forest, self._bucket, bool(self._portable), few)
+        layout = build_layout(forest, self._bucket, bool(self._portable), few).to(self._weights.device)
         with torch.inference_mode(), _Watch(on_call):
-            forward_by_ops(self._weights, layout.to(self._weights.device))
+            return layout, forward_by_ops(self._weights, layout)
 
 
 class _Watch(TorchDispatchMode):

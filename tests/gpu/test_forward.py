@@ -243,8 +243,9 @@ def test_graphs_of_one_pool_share_their_memory_and_keep_their_answers(weights):
         expected = [forward(weights, layout.to(DEVICE)) for layout in layouts]
         graphs.capture(layouts[0])
         alone = graphs.held_bytes
-        for layout in layouts[1:3]:
-            graphs.capture(layout)
+        graphs.drop()
+        # The largest first, in whatever order they are given.
+        assert graphs.capture_ahead(sorted(layouts[:3], key=lambda each: each.rows), list) == (3, 3)
         assert alone > 0 and graphs.held_bytes < 1.5 * alone + (64 << 20)
         # What one leaves in the pool another overwrites; eager forwards between have memory of their own.
         for _ in range(3):
