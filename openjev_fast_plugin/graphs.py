@@ -198,8 +198,8 @@ class CapturedGraphs(Generic[InputsT]):
             return self._captured_in_what_is_free(inputs)
         except torch.OutOfMemoryError:
             pass
-        # A capture cannot take what the allocator keeps for eager forwards. Otherwise that stays: the next of them would
-        # have to ask the device for all of it again, which takes milliseconds.
+        # A capture cannot take what the allocator keeps for eager forwards. Where it need not, that stays: the next of
+        # them would have to ask the device for all of it again, which takes milliseconds.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return self._captured_in_what_is_free(inputs)
