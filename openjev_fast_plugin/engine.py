@@ -149,22 +149,18 @@ class PackedForward:
         return count(sequences)
 
     def kind(self, prepared: Layout | PackedLayout | Planned) -> Hashable | None:
+        graphs = self._free_graphs
         # A replay is put behind whatever the stream has to do.
-        if isinstance(prepared, Planned) or not self._replays(prepared):
+        if graphs is None or isinstance(prepared, Planned) or not graphs.holds(prepared):
             return None
         return prepared.shape_key()
 
-    def _replays(self, layout: Layout | PackedLayout) -> bool:
-        """Whether starting a layout is to launch its graph, and no more."""
-        if self.graphs is None or self._thread is not None or self._observed is not None:
-            return False
-        return self.graphs.holds(layout)
-
-    def _launches(self, layout: Layout | PackedLayout) -> bool:
-        """Whether a forward is launched by compiled code, at once: milliseconds, without Python's lock."""
-        if self.graphs is None or self._thread is not None or self._observed is not None:
-            return False
-        return isinstance(layout, PackedLayout) and not self.graphs.taken
+    @property
+    def _free_graphs(self) -> GraphedForward[Layout | PackedLayout] | None:
+        """What launches a forward that is started, where it can at once: on this thread, nobody else at it."""
+        if self.graphs is None or self._thread is not None or self._observed is not None or self.graphs.taken:
+            return None
+        return self.graphs
 
     def start(self, prepared: Layout | PackedLayout | Planned) -> Callable[[], Outcome]:
         while isinstance(prepared, Planned):
@@ -199,9 +195,11 @@ class PackedForward:
     def _start(self, layout: Layout | PackedLayout, example: Layout | None = None) -> Callable[[], Outcome]:
         if self._thread is not None:
             return self._thread.submit(self._compute, layout, example, torch.get_num_threads()).result
-        if self.graphs is not None and (self._replays(layout) or self._launches(layout)):
+        graphs = self._free_graphs
+        # What compiled code has laid out it launches too: milliseconds, without Python's lock.
+        if graphs is not None and (isinstance(layout, PackedLayout) or graphs.holds(layout)):
             with torch.inference_mode():
-                scores, replayed = self.graphs(layout, example)
+                scores, replayed = graphs(layout, example)
             return lambda: _outcome(scores, layout, replayed)
         # Launching it takes about as long as the device works: not before others are on their way.
         return partial(self._compute, layout, example)

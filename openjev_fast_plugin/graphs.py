@@ -1,10 +1,10 @@
 """CUDA Graphs of a forward: captured per shape, replayed, evicted by count and memory.
 
 A graph launches a whole forward at once; run eagerly, the host enqueues its hundreds of kernels one by one.
-`GraphedForward` answers a shape seen for the first time eagerly and captures it
-when the device is idle, so no request ever waits for its own capture; a server that is never idle captures what is
-asked for often, in a small part of its time. `CapturedAtOnce` captures a shape while its first request waits, and needs
-no thread. What else makes forwards faster when the device is idle is `IdleWork`.
+`GraphedForward` answers a shape seen for the first time eagerly and captures it when the device is idle, so no request
+ever waits for its own capture; a server that is never idle captures what is asked for often, in a small part of its
+time. `CapturedAtOnce` captures a shape while its first request waits, and needs no thread. What else makes forwards
+faster when the device is idle is `IdleWork`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Captured:
     state: Hashable = None
 
 
-# Models of one process hold a device each for themselves, and captures share a stream.
+# Each model of a process locks its device for itself alone, and the captures of all share a stream.
 _ONE_CAPTURE = threading.Lock()
 
 

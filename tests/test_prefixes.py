@@ -436,7 +436,7 @@ class Graphs:
     """Stands for `GraphedForward`: notes what it is given."""
 
     def __init__(self, weights: Weights, held: bool) -> None:
-        self._weights, self._held = weights, held
+        self._weights, self._held, self.taken = weights, held, False
         self.given: list[tuple[Layout, Layout | None]] = []
 
     def holds(self, layout: Layout) -> bool:

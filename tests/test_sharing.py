@@ -446,7 +446,8 @@ def test_a_replay_may_be_launched_behind_what_runs(shared_engine, monkeypatch):
     # The CPU computes one at a time.
     assert packed.kind(layout) is None
     held = []
-    monkeypatch.setattr(packed, "graphs", SimpleNamespace(holds=lambda layout: layout in held))
+    graphs = SimpleNamespace(holds=lambda layout: layout in held, taken=False)
+    monkeypatch.setattr(packed, "graphs", graphs)
     assert packed.kind(layout) is None
     held.append(layout)
     assert packed.kind(layout) is None

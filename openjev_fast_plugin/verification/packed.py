@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -76,12 +76,7 @@ class PackedRun:
                 if op in ("linear", "linear_silu_mul", "linear_update"):
                     place = self._roles.get(arguments[1].untyped_storage().data_ptr(), place)
                 portable = self._portable == ["all"] or op in self._portable
-                result = self.results.setdefault(op, OpResult())
-                result.calls += 1
-                for measure in measures(Call(op, arguments, outputs, forest, portable)):
-                    result.add(f"{place}, {name}", measure)
-                    if not measure.passed:
-                        self.failures.append((op, f"{place}, {name}", measure))
+                self._note(op, f"{place}, {name}", measures(Call(op, arguments, outputs, forest, portable)))
 
         layout, scores = self._run(forest, on_call)
         if compiles(self._weights, layout):
@@ -89,11 +84,16 @@ class PackedRun:
             with torch.inference_mode():
                 different = int((forward(self._weights, layout) != scores).sum())
             measure = Measure("scores", "elements different from op by op", different, 0)
-            result = self.results.setdefault("forward", OpResult())
-            result.calls += 1
-            result.add(name, measure)
+            self._note("forward", name, [measure])
+
+    def _note(self, op: str, place: str, found: Iterable[Measure]) -> None:
+        """Count one call of an op, and what was measured of it."""
+        result = self.results.setdefault(op, OpResult())
+        result.calls += 1
+        for measure in found:
+            result.add(place, measure)
             if not measure.passed:
-                self.failures.append(("forward", name, measure))
+                self.failures.append((op, place, measure))
 
     def read_states(self, forest: Forest, on_state: OnState) -> None:
         """Hand over every packed row's state after every layer, the last one's after the final norm: [rows, hidden].

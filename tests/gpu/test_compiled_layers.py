@@ -9,31 +9,23 @@ from functools import partial
 
 import pytest
 import torch
-from prompt_cases import prompts
+from small_models import CASES, DEVICE, fused, layout_of
 
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.compiled_layers import compiles, layer_tensors, products
-from openjev_fast_plugin.engine import CUDA_BUCKET
-from openjev_fast_plugin.forest import build_forest
 from openjev_fast_plugin.forward import forward, forward_by_ops
 from openjev_fast_plugin.graphs import GraphedForward
-from openjev_fast_plugin.layout import Layout, build_layout
+from openjev_fast_plugin.layout import Layout
 from openjev_fast_plugin.ops import _choices, _cuda
 from openjev_fast_plugin.ops._choices import PYTORCH, Choice, Choices, Product
 from openjev_fast_plugin.ops.linear import FORMS, KERNEL_ROWS, kernel_tiles
-from openjev_fast_plugin.random_models import head, text_config, text_model
-from openjev_fast_plugin.weights import Weights, take_weights
+from openjev_fast_plugin.weights import Weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-VOCABULARY = 2048
-# Cases have fewer rows and more: attention runs in both sizes of tile.
-FEW_QUERIES = 330
-CASES = ("example", "noul_70", "noul_1500", "choice_8x200")
 # The residual stream, the last update to it, and the scores.
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,22 +37,13 @@ def no_choices_left():
     _choices.install(DEVICE.index, None)
 
 
-def weights_of(profile: str, layers: int) -> Weights:
-    config = text_config(profile, layers, VOCABULARY)
-    return take_weights(text_model(config, DEVICE, 0), head(config.hidden_size, DEVICE, 0))
-
-
 @pytest.fixture(scope="module")
 def weights() -> Weights:
-    return weights_of("2b", 4)
+    return fused("2b", 4)
 
 
-def host_layout(case: str, seed: int = 0) -> Layout:
-    return build_layout(build_forest(prompts(case, VOCABULARY, seed)), CUDA_BUCKET, False, FEW_QUERIES)
-
-
-def layout_of(case: str, seed: int = 0) -> Layout:
-    return host_layout(case, seed).to(DEVICE)
+def on_device(case: str, seed: int = 0) -> Layout:
+    return layout_of(case, seed).to(DEVICE)
 
 
 @torch.inference_mode()
@@ -96,9 +79,9 @@ def check(weights: Weights, layout: Layout, monkeypatch) -> Found:
 
 @pytest.mark.parametrize("profile, layers", [("2b", 4), ("2b", 3), ("2b", 1), ("9b", 5), ("27b", 4)])
 def test_the_compiled_forward_has_the_bits_of_the_one_op_by_op(profile, layers, monkeypatch):
-    weights = weights_of(profile, layers)
+    weights = fused(profile, layers)
     for case in CASES:
-        check(weights, layout_of(case), monkeypatch)
+        check(weights, on_device(case), monkeypatch)
 
 
 # Ways that products may be computed in, and for which there are tables below.
@@ -183,7 +166,7 @@ def holds(kind: str, choice: Choice) -> bool:
 @pytest.mark.parametrize("case", ["noul_70", "choice_8x200"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_of_the_products_has_the_same_bits(weights, kind, case, monkeypatch):
-    layout = layout_of(case)
+    layout = on_device(case)
     if kind == "kernel" and (torch.cuda.get_device_capability() != (9, 0) or layout.rows > KERNEL_ROWS):
         pytest.skip("the kernel takes few rows on Hopper")
     asked = products(weights, layout.rows, layout.reads)
@@ -203,12 +186,12 @@ def test_every_way_of_the_products_has_the_same_bits(weights, kind, case, monkey
 
 @pytest.mark.parametrize("kind", ["partials", "rest", "mixed"])
 def test_a_graph_of_the_compiled_forward_replays_the_bits_of_the_one_op_by_op(weights, kind):
-    first = host_layout("choice_8x200")
+    first = layout_of("choice_8x200")
     _choices.install(DEVICE.index, table_of(kind, products(weights, first.rows, first.reads)))
     graphs = GraphedForward(partial(forward, weights), DEVICE)
     graphs.capture(first)
     for seed in (1, 0, 2):
-        layout = host_layout("choice_8x200", seed)
+        layout = layout_of("choice_8x200", seed)
         assert layout.shape_key() == first.shape_key()
         scores, replayed = graphs(layout)
         with torch.inference_mode():
@@ -218,7 +201,7 @@ def test_a_graph_of_the_compiled_forward_replays_the_bits_of_the_one_op_by_op(we
 @pytest.mark.parametrize("layers", [3, 4])
 def test_every_weight_is_read_in_its_place(layers, monkeypatch):
     """Each tensor changed on its own: what is found changes, and as op by op, so none stands for another."""
-    weights, layout = weights_of("2b", layers), layout_of("noul_70")
+    weights, layout = fused("2b", layers), on_device("noul_70")
     before = check(weights, layout, monkeypatch)
     draw = torch.Generator(DEVICE).manual_seed(3)
     for index, tensor in enumerate(layer_tensors(weights)):
@@ -232,7 +215,7 @@ def test_every_weight_is_read_in_its_place(layers, monkeypatch):
 
 def test_an_error_planted_in_the_compiled_forward_is_found(weights, monkeypatch):
     """One weight in the place of another, and read rows that are one off: the comparison fails."""
-    layout = layout_of("choice_8x200")
+    layout = on_device("choice_8x200")
     check(weights, layout, monkeypatch)
     loaded = dict(_cuda.load())
     real = loaded["layers"]
@@ -265,7 +248,7 @@ def test_an_error_planted_in_the_compiled_forward_is_found(weights, monkeypatch)
 
 
 def test_the_same_products_are_wanted(weights, monkeypatch):
-    layout = layout_of("example")
+    layout = on_device("example")
     wanted = []
     for run in (forward, forward_by_ops):
         choices = Choices()
@@ -276,7 +259,7 @@ def test_the_same_products_are_wanted(weights, monkeypatch):
 
 
 def test_a_product_without_a_choice_is_refused_by_its_sizes(weights, monkeypatch):
-    layout, real = layout_of("noul_70"), _cuda.load()["layers"]
+    layout, real = on_device("noul_70"), _cuda.load()["layers"]
 
     def without_the_first(choices, **given):
         return real(choices=choices[len(PYTORCH.encoded()) + 4 :], **given)
@@ -293,10 +276,10 @@ def test_a_product_without_a_choice_is_refused_by_its_sizes(weights, monkeypatch
 
 
 def test_weights_are_let_go_of(monkeypatch):
-    layout = layout_of("noul_70")
+    layout = on_device("noul_70")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(DEVICE)
-    weights = weights_of("2b", 4)
+    weights = fused("2b", 4)
     check(weights, layout, monkeypatch)
     assert torch.cuda.memory_allocated(DEVICE) > before + (64 << 20)
     del weights
@@ -307,7 +290,7 @@ def test_weights_are_let_go_of(monkeypatch):
 
 @torch.inference_mode()
 def test_the_host_is_done_sooner_than_op_by_op():
-    weights, layout = weights_of("2b", 16), layout_of("example")
+    weights, layout = fused("2b", 16), on_device("example")
     spans: dict[str, list[float]] = {"compiled": [], "by ops": []}
     for _ in range(12):
         for name, run in (("compiled", forward), ("by ops", forward_by_ops)):

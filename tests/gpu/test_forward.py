@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from prompt_cases import prompts
+from small_models import CASES, DEVICE, FEW_QUERIES, VOCABULARY, fused, layout_of
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from openjev_fast_plugin import forward as forward_module
@@ -25,25 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-VOCABULARY = 2048
-# Cases have fewer rows and more: attention runs in both sizes of tile.
-FEW_QUERIES = 330
-CASES = ("example", "noul_70", "noul_1500", "choice_8x200")
-
-
-def fused(profile: str, layers: int) -> Weights:
-    config = text_config(profile, layers, VOCABULARY)
-    return take_weights(text_model(config, DEVICE, 0), head(config.hidden_size, DEVICE, 0))
-
 
 @pytest.fixture(scope="module")
 def weights() -> Weights:
     return fused("2b", 4)
-
-
-def layout_of(case: str, seed: int = 0) -> Layout:
-    return build_layout(build_forest(prompts(case, VOCABULARY, seed)), CUDA_BUCKET, False, FEW_QUERIES)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from schedulers import scheduler_of
+from small_models import DEVICE, VOCABULARY, fused
 
 from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin.engine import CUDA_BUCKET, PackedForward
@@ -20,26 +21,18 @@ from openjev_fast_plugin.layout import Layout, build_layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.ops.tree_attention import few_queries_for
 from openjev_fast_plugin.prefixes import Capacity, PrefixCache
-from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Outcome
 from openjev_fast_plugin.settings import Settings
-from openjev_fast_plugin.weights import Weights, take_weights
+from openjev_fast_plugin.weights import Weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-VOCABULARY = 2048
 LENGTHS = [256, 257, 319, 320, 321, 1000, 4096]
 
 Request = tuple[list[np.ndarray], list[np.ndarray | None]]
-
-
-def fused(profile: str, dtype: torch.dtype = torch.bfloat16, layers: int = 4) -> Weights:
-    config = text_config(profile, layers, VOCABULARY)
-    return take_weights(text_model(config, DEVICE, 0, dtype), head(config.hidden_size, DEVICE, 0))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +115,7 @@ def test_what_was_just_sent_is_not_computed_again(profile):
 
 def test_hits_are_no_further_from_float32_than_fresh_forwards(monkeypatch):
     """Pooled over requests, within 1.05 times: what is kept is what a forward in one piece has, not rounded again."""
-    narrow, exact = fused("2b"), fused("2b", torch.float32)
+    narrow, exact = fused("2b"), fused("2b", dtype=torch.float32)
     for wide, source in zip(exact.backbone_tensors(), narrow.backbone_tensors(), strict=True):
         wide.copy_(source)
     packed = packed_of(narrow)
@@ -163,7 +156,7 @@ def test_hits_are_no_further_from_float32_than_fresh_forwards(monkeypatch):
 
 
 def test_float32_on_the_portable_ops():
-    weights = fused("2b", torch.float32)
+    weights = fused("2b", dtype=torch.float32)
     packed, plain = packed_of(weights, ("all",)), PackedForward(weights, ["all"])
     root = tokens(1, 300)
     for turn in range(3):

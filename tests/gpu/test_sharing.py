@@ -11,26 +11,21 @@ import pytest
 import torch
 from prompt_cases import prompts
 from schedulers import scheduler_of
+from small_models import VOCABULARY, fused
 
 from openjev_fast_plugin.engine import PackedForward
 from openjev_fast_plugin.forest import count_rows
-from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.scheduler import Scheduler
-from openjev_fast_plugin.weights import take_weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-VOCABULARY = 2048
-
 
 @pytest.fixture(scope="module")
 def packed() -> PackedForward:
-    config = text_config("2b", 4, VOCABULARY)
-    return PackedForward(take_weights(text_model(config, DEVICE, 0), head(config.hidden_size, DEVICE, 0)), [])
+    return PackedForward(fused("2b"), [])
 
 
 def requests() -> list[list[np.ndarray]]:

@@ -18,6 +18,7 @@ from comparison import bfloat16_ulp, relative_l2
 from forests import TREES
 from pieces import finished
 from prompt_cases import prompts
+from small_models import DEVICE, VOCABULARY, fused
 
 from openjev_fast_plugin import tables
 from openjev_fast_plugin.engine import CUDA_BUCKET
@@ -46,7 +47,6 @@ from openjev_fast_plugin.ops.tree_attention import (
     few_queries_for,
     multiprocessors_of,
 )
-from openjev_fast_plugin.random_models import head, text_config, text_model
 from openjev_fast_plugin.replay_timer import GraphTimer
 from openjev_fast_plugin.tables import Store
 from openjev_fast_plugin.tuner import (
@@ -59,15 +59,13 @@ from openjev_fast_plugin.tuner import (
     driver_version,
     facts_of,
 )
-from openjev_fast_plugin.weights import Weights, take_weights
+from openjev_fast_plugin.weights import Weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-VOCABULARY = 2048
 # Attention's in the model below.
 HEADS = Heads(8, 2, 256)
 # Few rows and many, one and two tiles' worth of features, a width that is a multiple of 8 alone.
@@ -390,8 +388,7 @@ def test_the_facts_are_known():
 
 @pytest.fixture(scope="module")
 def weights() -> Weights:
-    config = text_config("2b", 4, VOCABULARY)
-    return take_weights(text_model(config, DEVICE, 0), head(config.hidden_size, DEVICE, 0))
+    return fused("2b")
 
 
 @pytest.fixture
