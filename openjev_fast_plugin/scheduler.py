@@ -7,6 +7,10 @@ expected to end, so that the device does not wait for Python. Otherwise that thr
 then lets the answers of the forward before go out: answering takes Python's one lock, for which the launch would wait.
 So an answer that has somebody behind it may wait for the launch of a forward, milliseconds where it is no replay.
 
+A few clients who ask again as soon as they are answered would take turns, each alone in a forward that reads every
+weight for it. Where the device may stay free for a moment (`wait_seconds`), it does for those just answered, if one
+forward of them and of those who wait saves more than that moment, and if they lately came back within it.
+
 Who goes into a forward: the request that waits longest, and of the others, in order of arrival, whatever adds at most
 `share_rows` rows to it, up to about half of those who wait and those being answered (`choose`). So a request that
 finds n waiting is in one of the next n + 1 forwards, whatever arrives after it; one of few rows is in one of the next
@@ -49,6 +53,9 @@ _FREE_ROWS = 128
 _AHEAD_SECONDS, _AHEAD_PART = 1e-3, 1 / 8
 # Kinds of forwards whose duration is remembered.
 _MOST_KINDS = 4096
+# The device stays free for those just answered if at least this part of them lately came back in time, each forward
+# weighing so much in the average.
+_MOSTLY, _LATEST = 1 / 2, 1 / 4
 
 
 class DeviceBroken(RuntimeError):
@@ -201,8 +208,8 @@ class Scheduler:
 
     max_rows: packed rows of one forward. share_rows: as for `choose`; 0 shares nothing but rows already there.
     most_requests, most_rows: how many requests may be inside, and the rows they may ask for together; one request
-        alone may ask for more. wait_seconds: how long the device stays free after a forward, while somebody waits,
-        for those just answered to ask again. clock: seconds.
+        alone may ask for more. wait_seconds: how long the device may stay free after a forward for those just answered
+        to ask again (`_pays`); a lone client's request is never kept. clock: seconds.
     """
 
     def __init__(
@@ -237,7 +244,13 @@ class Scheduler:
         # The leader waits for the device with everybody packed; then the answers below may wait for its launch.
         self._ready = False
         self._unanswered: list[Ticket] = []
-        self._hold_until = -math.inf
+        # Until when the device stays free for those just answered, unless that many have come before; who waits then
+        # goes into one forward.
+        self._hold_until, self._awaited, self._gathered = -math.inf, 0, False
+        # Of the forward that ended last: how many were answered, and how many came within `wait_seconds` of its end.
+        self._answered = self._came = 0
+        # The part of them that did, lately, and seconds that a forward of few rows takes by the last one.
+        self._returning = self._few_seconds = 0.0
         self._inside = self._rows_inside = 0
         self._rows_per_second: float | None = None
         self._broken: str | None = None
@@ -289,6 +302,7 @@ class Scheduler:
         with self._changed:
             self._check()
             self._queue.append(ticket)
+            self._note_arrival(ticket.arrived)
             if self._leader is None:
                 self._leader = ticket
                 ticket.woken.set()
@@ -386,7 +400,9 @@ class Scheduler:
                         self._ready = False
                     continue
                 last = not self._in_flight and self._hold_until <= self._clock()
-                answers, running = self._take_unanswered(), self._running
+                answers = self._take_unanswered()
+                # All of those for whom the device was free are here.
+                running = len(waiting) if self._gathered else self._running
             _wake(answers)
             tickets = choose(waiting, self._share_rows, self._max_rows(), running)
             if packed is not None and packed.tickets == tickets:
@@ -405,7 +421,7 @@ class Scheduler:
         if not self._in_flight:
             self._began = self._clock()
         self._in_flight.append(packed)
-        self._running = len(packed.tickets)
+        self._running, self._gathered = len(packed.tickets), False
         taken = set(packed.tickets)
         left = [ticket for ticket in self._queue if ticket not in taken]
         self._queue.clear()
@@ -419,7 +435,7 @@ class Scheduler:
         """
         if not self._in_flight:
             return self._hold_until - self._clock()
-        if len(self._in_flight) != 1 or packed.kind is None or self._wait_seconds:
+        if len(self._in_flight) != 1 or packed.kind is None or self._pays(self._in_flight[0].tickets):
             return None
         took = self._took.get(self._in_flight[0].kind)
         if took is None:
@@ -498,6 +514,7 @@ class Scheduler:
             self._in_flight.remove(packed)
             if outcome is not None:
                 self._note_rate(outcome.rows + outcome.reused, ended - began)
+                self._few_seconds = (ended - began) * _FREE_ROWS / max(_FREE_ROWS, outcome.rows)
                 if packed.kind is not None:
                     if len(self._took) >= _MOST_KINDS:
                         self._took.clear()
@@ -517,12 +534,11 @@ class Scheduler:
                     ticket.alone = True
                     self._queue.appendleft(ticket)
             settled = [ticket for ticket in tickets if ticket.settled]
-            if self._leader is not None:
-                self._hold_until = ended + self._wait_seconds
+            gathered = self._hold([ticket for ticket in settled if ticket.scored is not None], ended)
             leader = None
             if self._leader is None and self._queue:
                 leader = self._leader = self._queue[0]
-            if self._ready and not again and not self._wait_seconds and not self._in_flight:
+            if self._ready and not again and not gathered and not self._in_flight:
                 self._unanswered += settled
                 settled = []
             self._changed.notify()
@@ -568,6 +584,45 @@ class Scheduler:
                 self._metrics.dropped()
                 ticket.error = ClientGone("the client hung up while its request waited")
                 ticket.woken.set()
+
+    def _hold(self, answered: Sequence[Ticket], ended: float) -> bool:
+        """Whether the device stays free for those just answered, now that a forward has ended."""
+        if self._answered:
+            part = min(self._came / self._answered, 1.0)
+            self._returning += _LATEST * (part - self._returning)
+        self._answered, self._came = len(answered), 0
+        self._gathered = not self._in_flight and self._pays(answered)
+        self._awaited = len(answered) if self._gathered else 0
+        self._hold_until = ended + self._wait_seconds if self._gathered else -math.inf
+        return self._gathered
+
+    def _pays(self, answered: Sequence[Ticket]) -> bool:
+        """Whether to wait for those just answered saves more than it takes.
+
+        One forward of them and of those who wait is compared with one of each. Beyond two forwards of few rows those
+        who wait fill the next one without them.
+        """
+        if not self._wait_seconds or self._returning < _MOSTLY:
+            return False
+        waiting, returning = (sum(ticket.rows for ticket in each) for each in (self._queue, answered))
+        if answered and not waiting:
+            # The first to come back would have a forward of its own.
+            waiting = answered[0].rows
+            returning -= waiting
+        if not returning or waiting + returning > 2 * _FREE_ROWS:
+            return False
+        one = max(waiting + returning, _FREE_ROWS)
+        saved = max(waiting, _FREE_ROWS) + max(returning, _FREE_ROWS) - one
+        return self._few_seconds * saved / _FREE_ROWS > self._wait_seconds
+
+    def _note_arrival(self, arrived: float) -> None:
+        if arrived - self._ended <= self._wait_seconds:
+            self._came += 1
+        if self._awaited:
+            self._awaited -= 1
+            if not self._awaited:
+                # Everybody has come.
+                self._hold_until = -math.inf
 
     def _take_unanswered(self) -> list[Ticket]:
         answers, self._unanswered = self._unanswered, []

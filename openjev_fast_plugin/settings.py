@@ -27,7 +27,7 @@ PREFIX_ROWS_VARIABLE = "OPENJEV_FAST_PREFIX_ROWS"
 ACCESS_LOG_VARIABLE = "OPENJEV_FAST_ACCESS_LOG"
 WARMUP_VARIABLE = "OPENJEV_FAST_WARMUP"
 
-_MOST_WAIT_US = 1000
+_MOST_WAIT_US = 5000
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 # The name of the model as Open-Jev runs it, and of "the best that takes this model".
@@ -58,7 +58,7 @@ class Settings:
     # Requests that may be inside at once, and the rows they may ask for together; more are refused.
     queue: int = 256
     queue_rows: int = 131_072
-    # Microseconds the device is kept free after a forward, while somebody waits, for further requests.
+    # Microseconds the device may stay free after a forward for those just answered to ask again; 0: it never does.
     wait_us: int = 0
     # Bytes of device memory in which prefixes are kept from one request to the next; 0: none are kept.
     prefix_bytes: int = 0

@@ -525,28 +525,140 @@ def test_a_request_is_kept_within_the_rows_of_a_forward():
 # The wait
 
 
-def test_the_device_is_kept_free_for_those_just_answered():
+class Returning:
+    """Two clients who asked in turn and came back 1 ms after each answer, on a device that takes 20 ms.
+
+    One forward runs, of `running`; `waiting` waits for the next.
+    """
+
+    def __init__(self, rounds: int = 3, back: float = 0.001, took: float = 0.02, length: int = 3) -> None:
+        self.clock, self._took, self._length = Clock(), took, length
+        self.bench = Bench(wait_seconds=0.004, clock=self.clock)
+        self._next = 0
+        self.running, self.waiting = self.ask(), None
+        self.run = self.bench.device.next()
+        self.waiting = self.ask()
+        for _ in range(rounds):
+            self.end()
+            self.run = self.bench.device.next()
+            self.clock.now += back
+            self.running, self.waiting = self.waiting, self.ask()
+
+    def ask(self) -> Future[Scored]:
+        self._next += 1000
+        return self.bench.ask(tokens(self._next, self._length))
+
+    def end(self) -> None:
+        """The forward that runs ends, and its answers go out."""
+        self.clock.now += self._took
+        self.run.end()
+        self.running.result(SECONDS)
+
+    def started(self) -> set[int] | None:
+        """The first tokens of the forward that is started, None where the device stays free for a long time."""
+        try:
+            self.run = self.bench.device.runs.get(timeout=0.2)
+        except queue.Empty:
+            return None
+        return self.run.first_tokens()
+
+    def close(self) -> None:
+        self.clock.now += 1
+        self.bench.close()
+
+
+def test_the_device_stays_free_for_those_who_come_back():
+    two = Returning()
+    waiting = two.waiting
+    two.end()
+    assert two.started() is None
+    two.clock.now += 0.001
+    # As many as were answered: nobody else is waited for.
+    back = two.ask()
+    assert two.started() == {two._next - 1000, two._next}
+    two.clock.now += 0.02
+    two.run.end()
+    assert waiting.result(SECONDS).requests == back.result(SECONDS).requests == 2
+    # The first of the two to come back is not alone either.
+    two.clock.now += 0.001
+    first = two.ask()
+    assert two.started() is None
+    second = two.ask()
+    assert two.started() == {two._next - 1000, two._next}
+    two.run.end()
+    assert first.result(SECONDS).waited == second.result(SECONDS).waited == 0
+    two.close()
+
+
+def test_who_does_not_come_back_is_waited_for_no_longer_than_said():
+    two = Returning()
+    two.end()
+    two.clock.now += 0.0039
+    two.bench.scheduler._changed.acquire()
+    two.bench.scheduler._changed.notify()
+    two.bench.scheduler._changed.release()
+    assert two.started() is None
+    two.clock.now += 0.0002
+    assert two.started() == {two._next}
+    two.run.end()
+    assert two.waiting.result(SECONDS).waited == pytest.approx(0.0241)
+    two.close()
+
+
+def test_a_client_alone_is_never_kept():
     clock = Clock()
-    bench = Bench(wait_seconds=0.0003, clock=clock)
-    first = bench.ask(tokens(0))
-    running = bench.device.next()
-    second = bench.ask(tokens(100))
-    running.end()
-    # Answered at once: it is for them that the device waits.
-    good(first, tokens(0))
-    third = bench.ask(tokens(200))
-    assert bench.device.runs.empty()
-    clock.now += 0.0004
-    run = bench.device.next()
-    assert run.first_tokens() == {100, 200}
-    run.end()
-    good(second, tokens(100))
-    good(third, tokens(200))
-    # Nobody waited when that one ended: who comes now is not kept.
-    fourth = bench.ask(tokens(300))
-    bench.device.next().end()
-    good(fourth, tokens(300))
+    bench = Bench(wait_seconds=0.004, clock=clock)
+    for number in range(10):
+        asked = bench.ask(tokens(100 * number))
+        run = bench.device.next()
+        clock.now += 0.02
+        run.end()
+        assert good(asked, tokens(100 * number)).waited == 0
+        clock.now += 0.001
+    assert bench.scheduler._returning > 0.9
     bench.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Clients who ask for the first time are not known to come back,
+        {"rounds": 1},
+        # or come back later than the device would stay free.
+        {"back": 0.005},
+        # A forward saved takes less than the wait.
+        {"took": 0.002},
+        # Two forwards in one take about as long as the two.
+        {"length": 127},
+        {"length": 200},
+    ],
+    ids=lambda options: "_".join(map(str, *options.items())),
+)
+def test_the_device_stays_free_only_where_that_pays(options):
+    two = Returning(**options)
+    two.end()
+    assert two.started() == {two._next}
+    two.run.end()
+    two.close()
+
+
+def test_who_came_back_before_and_no_longer_does_is_not_waited_for_again():
+    two = Returning()
+    kept = 0
+    for _ in range(6):
+        # The one answered leaves; another asks for the first time while the next forward runs.
+        two.end()
+        if two.started() is None:
+            kept += 1
+            two.clock.now += 0.005
+            assert two.started() == {two._next}
+        two.clock.now += 0.01
+        two.running, two.waiting = two.waiting, two.ask()
+    assert kept == 1
+    two.end()
+    assert two.started() == {two._next}
+    two.run.end()
+    two.close()
 
 
 # What fails
@@ -991,10 +1103,12 @@ def test_a_replay_is_launched_before_the_one_that_runs_has_ended():
     bench.close()
 
 
-@pytest.mark.parametrize("why", ["no replay", "unknown", "waits for others", "two already"])
+@pytest.mark.parametrize("why", ["no replay", "unknown", "waits for those who come back", "two already"])
 def test_what_is_not_launched_ahead(why):
-    ahead = Ahead(**({"wait_seconds": 1e-4} if why == "waits for others" else {}))
+    ahead = Ahead(wait_seconds=0.004)
     bench = ahead.bench
+    if why == "waits for those who come back":
+        bench.scheduler._returning = 1.0
     if why == "no replay":
         bench.device.kind = lambda prepared: None
     if why == "unknown":

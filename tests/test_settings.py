@@ -128,7 +128,7 @@ def test_the_queue_and_who_shares_a_forward():
         ("SHARE_ROWS", "-1", "from 0 to"),
         ("QUEUE", "0", "from 1 to"),
         ("QUEUE_ROWS", "0", "from 1 to"),
-        ("WAIT_US", "1001", "from 0 to 1000"),
+        ("WAIT_US", "5001", "from 0 to 5000"),
         ("PREFIX_ROWS", "2", "from 3 to"),
     ],
 )
