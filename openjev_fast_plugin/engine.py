@@ -22,7 +22,7 @@ from openjev_fast_plugin.compiled_layers import portable_ops
 from openjev_fast_plugin.console import each
 from openjev_fast_plugin.forest import build_forest, split_to_fit
 from openjev_fast_plugin.forward import forward
-from openjev_fast_plugin.graphs import GraphedForward, IdleWork
+from openjev_fast_plugin.graphs import GraphedForward, IdleWork, is_out_of_memory
 from openjev_fast_plugin.layout import Bucket, Layout, build_layout
 from openjev_fast_plugin.metrics import Metrics
 from openjev_fast_plugin.ops import _cuda
@@ -231,8 +231,9 @@ class PackedForward:
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             return "broken"
         try:
-            # After a fault every call fails, whatever the first one was reported as.
-            torch.cuda.synchronize(self.weights.device)
+            # After a fault every call fails, whatever the first one was reported as. To wait for the whole device
+            # would break a capture that is under way, and fail for that.
+            torch.cuda.current_stream(self.weights.device).synchronize()
         except RuntimeError:
             return "broken"
         return "request"
@@ -558,13 +559,6 @@ class FastEngine:
             return "pytorch"
         major, minor = torch.cuda.get_device_capability(self._weights.device)
         return ", ".join([f"cuda sm_{major}{minor}", *(f"pytorch {op}" for op in self._portable)])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory for a forward; CUDA itself and PyTorch's allocator say it differently."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
-    )
 
 
 def _outcome(scores: torch.Tensor, layout: Layout | PackedLayout, replayed: bool) -> Outcome:

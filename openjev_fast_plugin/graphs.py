@@ -76,7 +76,7 @@ class IdleWork(Protocol):
 class _Captured:
     """A graph with the buffers it reads and writes.
 
-    bytes: device memory that is free again once it is let go.
+    bytes: device memory that is free again once it is let go, and the allocator's cache emptied.
     inputs, state: what it was captured for, and at which state of the idle work.
     """
 
@@ -88,8 +88,16 @@ class _Captured:
     state: Hashable = None
 
 
-# Each model of a process locks its device for itself alone, and the captures of all share a stream.
-_ONE_CAPTURE = threading.Lock()
+# Held by whoever captures or waits for a whole device: each model of a process locks its device for itself alone, the
+# captures of all share a stream, and a device that is synchronised meanwhile breaks a capture of whichever thread.
+ONE_CAPTURE = threading.Lock()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory; CUDA itself and PyTorch's allocator say it differently."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    )
 
 
 @functools.cache
@@ -194,28 +202,39 @@ class CapturedGraphs(Generic[InputsT]):
             self.counts["evictions"] += 1
 
     def _captured(self, inputs: InputsT) -> _Captured:
-        try:
-            return self._captured_in_what_is_free(inputs)
-        except torch.OutOfMemoryError:
-            pass
-        # A capture cannot take what the allocator keeps for eager forwards. Where it need not, that stays: the next of
-        # them would have to ask the device for all of it again, which takes milliseconds.
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        return self._captured_in_what_is_free(inputs)
+        """Raises torch.OutOfMemoryError, whoever had none."""
+        with ONE_CAPTURE:
+            if not (self._one_pool and self._graphs):
+                # A pool goes with the last of its graphs, and is never taken again: its memory waits in the cache.
+                torch.cuda.empty_cache()
+            try:
+                return self._captured_in_what_is_free(inputs)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            # A capture cannot take what the allocator keeps for eager forwards. Where it need not, that stays: the next
+            # of them would have to ask the device for all of it again, which takes milliseconds.
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            try:
+                return self._captured_in_what_is_free(inputs)
+            except torch.AcceleratorError as error:
+                if is_out_of_memory(error):
+                    raise torch.OutOfMemoryError(str(error)) from error
+                raise
 
     def _captured_in_what_is_free(self, inputs: InputsT) -> _Captured:
+        """Called with `ONE_CAPTURE` held."""
         packed = inputs.pack().to(self._device)
         on_device = inputs.unpack(packed)
         if not (self._one_pool and self._graphs):
-            # A pool goes with the last of its graphs, and is never taken again.
             self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
         torch.cuda.synchronize(self._device)
         free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
             # torch.cuda.graph would empty the allocator's cache before every capture.
-            with _ONE_CAPTURE, torch.cuda.stream(_capture_stream(self._device)):
+            with torch.cuda.stream(_capture_stream(self._device)):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     scores = self._forward(on_device)
@@ -359,10 +378,11 @@ class GraphedForward(CapturedGraphs[InputsT]):
                 return
             # The memory of an outdated one is free for the new.
             self._graphs.pop(key, None)
+            # Of before: another model may change what both read meanwhile.
+            state = None if self._idle_work is None else self._idle_work.state(inputs)
             self._eager(inputs)
             self._capture(inputs)
-            if self._idle_work is not None:
-                self._graphs[key].inputs, self._graphs[key].state = inputs, self._idle_work.state(inputs)
+            self._graphs[key].inputs, self._graphs[key].state = inputs, state
 
     def drop(self) -> None:
         """Let go of every graph, and capture none of the shapes asked for so far."""
@@ -397,8 +417,16 @@ class GraphedForward(CapturedGraphs[InputsT]):
     def _start_capturing(self) -> None:
         """Make sure a thread is at work on the wanted shapes; called with `_changed` held."""
         if self._capturing is None and not self._closed:
-            self._capturing = threading.Thread(target=self._capture_when_idle, daemon=True)
-            self._capturing.start()
+            thread = threading.Thread(target=self._capture_when_idle, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The process may have no more; the request is answered, and the next new shape tries again.
+                _log.warning("openjev-fast: nothing is captured for now: %s", error)
+                self._wanted.clear()
+                self._work_left = False
+                return
+            self._capturing = thread
 
     def _capture_when_idle(self) -> None:
         try:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from openjev_fast_plugin.graphs import ONE_CAPTURE
+
 # The default stays unless the best takes less than this share of its time: a median of one run repeats to a percent.
 BEATEN_BELOW = 0.985
 # A replay makes calls for this many microseconds, at least, and two calls: less is lost in the gaps between graphs.
@@ -51,7 +53,7 @@ class GraphTimer:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # Not torch.cuda.graph: it empties the allocator's cache, which takes longer than all the rest.
-        with torch.cuda.stream(self._stream):
+        with ONE_CAPTURE, torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 for call in calls:

@@ -145,7 +145,8 @@ def test_a_capture_that_fails_is_said_and_others_follow(clock, monkeypatch, capl
     graphs._wanted[("bad",)] = (Layout(), 1)  # type: ignore[assignment]
     graphs._wanted[("good",)] = (type("Other", (), {"rows": 8})(), 1)  # type: ignore[assignment]
     monkeypatch.setattr(graphs, "capture", capture)
-    graphs._start_capturing()
+    with graphs._changed:
+        graphs._start_capturing()
     graphs.wait_until_captured()
     assert len(captured) == 1 and "7 rows" in caplog.text and not graphs._wanted
 

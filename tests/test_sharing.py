@@ -356,11 +356,14 @@ def test_a_cpu_computes_on_one_thread_with_the_threads_of_who_asks(shared_engine
     ids=["allocator", "driver", "fault", "cublas", "sticky", "check", "host"],
 )
 def test_what_an_error_on_a_gpu_means(monkeypatch, error, synchronizes, verdict):
-    def synchronize(device: torch.device) -> None:
+    def synchronize() -> None:
         if not synchronizes:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    stream = SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    # It would break a capture that is under way.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waited for the whole device"))
     packed = PackedForward.__new__(PackedForward)
     packed.weights = SimpleNamespace(device=torch.device("cuda", 0))
     assert packed.diagnose(error) == verdict

@@ -70,7 +70,9 @@ def test_a_kernel_that_rounds_otherwise_is_named(checkpoint, name):
     finally:
         library._destroy()
     assert result["failed_level"] == "ops"
-    assert {failure["place"].split(",")[0] for failure in result["levels"]["ops"]["failures"]} == {name}
+    # The compiled layers call the kernel itself, so they differ from the ops.
+    found = {failure["place"].split(",")[0] for failure in result["levels"]["ops"]["failures"]}
+    assert found == {name, "forward"}
 
 
 def test_a_weight_row_is_named(checkpoint, monkeypatch):
