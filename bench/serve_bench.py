@@ -16,9 +16,10 @@ table and writes results/<device>/serve.json. Beside what the clients saw, a row
   replayed           the share of forwards that were replays of a captured graph (on a GPU), counted per request
 
 Modes: a backend's name, torch being the original without and fla with flash-linear-attention, kept being fast with
-states kept from one request to the next (OPENJEV_FAST_PREFIX_BYTES=2GiB, OPENJEV_FAST_PREFIX_ROWS=32). After a colon
-stand the numbers of clients, where they are not those of --clients. Every server holds weights of its own: of the 27B
-shape two fit into 140 GB.
+states kept from one request to the next (OPENJEV_FAST_PREFIX_BYTES=2GiB, OPENJEV_FAST_PREFIX_ROWS=32), waiting being
+fast with a device that may stay free for those just answered (OPENJEV_FAST_WAIT_US=4000). After a colon stand the
+numbers of clients, where they are not those of --clients. Every server holds weights of its own: of the 27B shape two
+fit into 140 GB.
 
 Cases: noul_70, one yes-or-no question of 70 tokens, each about a state of its own; noul_70_one_state, different
 questions about one state; mixed, of a hundred requests 60 noul_70, 25 the example (7 prompts), 10 a choice of 8 over
@@ -46,8 +47,13 @@ from openjev_fast_plugin.checkpoint import PROFILES
 from openjev_fast_plugin.console import say, step
 from openjev_fast_plugin.demo import running
 from openjev_fast_plugin.measurement.originals import best_delta_rule
-from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE, PREFIX_ROWS_VARIABLE
+from openjev_fast_plugin.settings import PREFIX_BYTES_VARIABLE, PREFIX_ROWS_VARIABLE, WAIT_VARIABLE
 
+# The variables of the modes that are fast with settings.
+SETTINGS = {
+    "kept": {PREFIX_BYTES_VARIABLE: "2GiB", PREFIX_ROWS_VARIABLE: "32"},
+    "waiting": {WAIT_VARIABLE: "4000"},
+}
 CASES = ("noul_70", "noul_70_one_state", "mixed")
 CLIENTS = (1, 2, 4, 8, 16, 32)
 # Distinct requests of a case, asked in turn: more than there are clients.
@@ -155,7 +161,7 @@ def rows(
 def render(found: list[dict[str, Any]]) -> str:
     """A table of rows."""
     lines = [
-        f"{'case':<20}{'mode':<7}{'pass':>5}{'clients':>8}{'requests':>9}{'errors':>7}{'rps':>9}"
+        f"{'case':<20}{'mode':<8}{'pass':>5}{'clients':>8}{'requests':>9}{'errors':>7}{'rps':>9}"
         f"{'x one':>7}{'p50 ms':>10}{'p95 ms':>10}{'p99 ms':>10}{'forward':>10}{'overhead':>10}"
         f"{'shared':>8}{'replayed':>10}"
     ]
@@ -170,7 +176,7 @@ def render(found: list[dict[str, Any]]) -> str:
             f"{'' if row[key] is None else format(row[key], '.2f'):>{width}}" for key, width in widths.items()
         )
         lines.append(
-            f"{row['case']:<20}{row['mode']:<7}{row['pass']:>5}{row['clients']:>8}{row['requests']:>9}"
+            f"{row['case']:<20}{row['mode']:<8}{row['pass']:>5}{row['clients']:>8}{row['requests']:>9}"
             f"{row['errors']:>7}{row['rps']:>9.2f}{times}"
         )
     return "\n".join(lines)
@@ -186,7 +192,7 @@ def mode_of(text: str) -> tuple[str, list[int] | None]:
 
 def server_of(mode: str, args: argparse.Namespace) -> list[str]:
     """What follows `python` for the server of a mode."""
-    original, backend = mode in ("torch", "fla"), "fast" if mode == "kept" else mode
+    original, backend = mode in ("torch", "fla"), "fast" if mode in SETTINGS else mode
     if args.checkpoint is not None:
         model = ["-m", "jev.server", "--checkpoint", str(args.checkpoint)]
     else:
@@ -198,8 +204,7 @@ def server_of(mode: str, args: argparse.Namespace) -> list[str]:
 
 def environment_of(mode: str) -> dict[str, str]:
     """The variables of the server of a mode."""
-    kept = {PREFIX_BYTES_VARIABLE: "2GiB", PREFIX_ROWS_VARIABLE: "32"} if mode == "kept" else {}
-    return {**os.environ, **kept}
+    return {**os.environ, **SETTINGS.get(mode, {})}
 
 
 def main(argv: Iterable[str] | None = None) -> None:
@@ -224,7 +229,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     )
     parser.add_argument("--passes", type=int, default=2, help="over everything (default: 2)")
     parser.add_argument(
-        "--warmup", metavar="ROWS|FILE", help="--warmup of the servers of modes fast and kept"
+        "--warmup", metavar="ROWS|FILE", help="--warmup of the servers of mode fast, kept and waiting"
     )
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint package (default: random weights)")
     parser.add_argument(

@@ -87,9 +87,12 @@ def test_servers_of_modes():
     assert words("fast") == "--profile 27b --device cuda:0 --backend fast --warmup 72"
     assert words("fla") == "--profile 27b --delta-rule fla --device cuda:0 --backend torch"
     assert words("torch") == "--profile 27b --delta-rule torch --device cuda:0 --backend torch"
-    assert words("kept") == words("fast")
-    kept, plain = (Settings.read(serve_bench.environment_of(mode)) for mode in ("kept", "fast"))
+    assert words("kept") == words("waiting") == words("fast")
+    kept, waiting, plain = (
+        Settings.read(serve_bench.environment_of(mode)) for mode in ("kept", "waiting", "fast")
+    )
     assert (kept.prefix_bytes, kept.prefix_rows, plain.prefix_bytes) == (2 << 30, 32, 0)
+    assert (waiting.wait_us, kept.wait_us, plain.wait_us) == (4000, 0, 0)
     args.checkpoint = Path("C")
     assert serve_bench.server_of("fla", args) == [
         "-m", "jev.server", "--checkpoint", "C", "--device", "cuda:0", "--backend", "torch",
