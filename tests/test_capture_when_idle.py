@@ -167,3 +167,14 @@ def test_a_shape_being_captured_or_dropped_is_not_held():
     asked(graphs, b=1)
     graphs.drop()
     assert not graphs.holds(layout) and not graphs._wanted
+
+
+def test_a_busy_device_looks_again_when_its_rest_is_over(clock):
+    graphs = made(idle_seconds=1000.0, often=3)
+    asked(graphs, often=3)
+    graphs._resting_until = clock.now + 0.03
+    assert graphs._next_look() == graphs._resting_until
+    # What is asked for seldom waits for an idle device.
+    graphs._wanted.clear()
+    asked(graphs, seldom=2)
+    assert graphs._next_look() == graphs._last_use + 1000.0

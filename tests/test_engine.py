@@ -9,6 +9,7 @@ import pickle
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decisions import question, requests, text
@@ -22,6 +23,8 @@ from openjev_fast_plugin import forward as forward_module
 from openjev_fast_plugin import weights as model_weights
 from openjev_fast_plugin.build import BuildError
 from openjev_fast_plugin.engine import FastEngine
+from openjev_fast_plugin.forest import build_forest
+from openjev_fast_plugin.layout import build_layout
 from openjev_fast_plugin.ops import add_rms_norm_ref
 from openjev_fast_plugin.settings import BackendError, Settings
 from openjev_fast_plugin.takeover import accelerate
@@ -505,3 +508,15 @@ def test_an_engine_that_is_let_go_captures_nothing_any_more(tiny_checkpoint, mon
     del packed
     gc.collect()
     assert graphs.stopped
+
+
+def test_what_python_launches_is_not_started_before_it_is_waited_for(tiny_checkpoint, monkeypatch):
+    """A layout over kept states takes as long to launch as the device works: others are sent on their way first."""
+    graphs = Launches(False)
+    packed = packed_of(tiny_checkpoint, monkeypatch, graphs)
+    layout = build_layout(build_forest([np.array([1, 2, 3], dtype=np.int32)]))
+    assert packed.kind(layout) is None
+    wait = packed.start(layout)
+    assert graphs.launched == []
+    wait()
+    assert graphs.launched == [layout]

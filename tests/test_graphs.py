@@ -437,3 +437,35 @@ def test_the_end_of_the_process_waits_for_the_capture_under_way_and_for_no_other
     script = ENDING.format(folder=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "captured 2\n", "")
+
+
+def test_the_mark_stands_behind_what_was_launched(monkeypatch):
+    """Of a replay, a new shape, and what is run eagerly: the device is idle when all of it is done."""
+    order: list[str] = []
+
+    def forward(row: Row) -> torch.Tensor:
+        order.append("forward")
+        assert graphs._callers == 1
+        return doubled(row)
+
+    def mark(self):
+        order.append("mark")
+        return lambda: False
+
+    monkeypatch.setattr(CapturedGraphs, "_mark", mark)
+    graphs = GraphedForward(forward, CPU, idle_seconds=1000)
+    for run in (graphs, graphs.eager):
+        order.clear()
+        run(Row.of(1))
+        assert order == ["forward", "mark"] and graphs._due() is None and graphs._callers == 0
+    with graphs._changed:
+        graphs._wanted.clear()
+        graphs._changed.notify_all()
+
+
+def test_the_newest_shapes_are_wanted():
+    graphs = GraphedForward(doubled, CPU, idle_seconds=1000, most_graphs=2)
+    for length in (1, 2, 3):
+        graphs(Row.of(*[1.0] * length))
+    assert list(graphs._wanted) == [(2,), (3,)]
+    graphs.stop()

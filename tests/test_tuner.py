@@ -841,8 +841,20 @@ def test_candidates_pass_for_what_a_file_may_hold(device_ways):
         (Product("linear_update", 72, 5120, 6144), Choice("cublaslt", form=2, algorithm=(1,) * 8)),
         (Product("linear", 280, 5120, 6144), Choice("pytorch", band=5120)),
         (Product("linear", 72, 5120, 6144), Choice("kernel", band=1024, tile=64)),
+        (Product("linear_silu_mul", 280, 34816, 5120), Choice("pytorch", fused=True)),
+        (Product("linear_silu_mul", 280, 34816, 5120), Choice("cublaslt", algorithm=(1,) * 8, fused=True)),
     ],
-    ids=["fused", "tile", "rows", "partials", "form", "all in one band", "bands of a kernel"],
+    ids=[
+        "fused",
+        "tile",
+        "rows",
+        "partials",
+        "form",
+        "all in one band",
+        "bands of a kernel",
+        "PyTorch fused",
+        "cuBLASLt fused",
+    ],
 )
 def test_choices_no_device_can_take(device_ways, product, choice):
     assert not device_ways.takes(product, choice)
