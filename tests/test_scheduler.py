@@ -642,6 +642,45 @@ def test_the_device_stays_free_only_where_that_pays(options):
     two.close()
 
 
+@pytest.mark.parametrize(
+    ("waiting", "answered", "pays"),
+    [
+        ([70], [70], True),
+        ([], [70, 70], True),
+        ([70, 70], [70], True),
+        # Nobody, or one client alone.
+        ([70], [], False),
+        ([], [70], False),
+        # The first to come back fills a forward of its own.
+        ([], [127, 127], False),
+        ([127], [127], False),
+        # Those who wait fill the next forward without the one who comes back.
+        ([200], [70], False),
+    ],
+)
+def test_when_waiting_for_those_answered_pays(waiting, answered, pays):
+    bench = Bench(wait_seconds=0.004)
+    scheduler = bench.scheduler
+    scheduler._returning, scheduler._few_seconds = 1.0, 0.02
+    scheduler._queue.extend(ticket([tokens(0, rows)]) for rows in waiting)
+    assert scheduler._pays([ticket([tokens(0, rows)]) for rows in answered]) is pays
+    scheduler._queue.clear()
+    bench.close()
+
+
+def test_all_who_are_waited_for_go_into_one_forward():
+    """Not into two even ones, as where others are still running."""
+    two = Returning(length=70)
+    third = two.bench.ask(tokens(500, 70))
+    two.end()
+    assert two.started() is None
+    two.ask()
+    assert two.started() == {500, two._next - 1000, two._next}
+    two.run.end()
+    assert third.result(SECONDS).requests == 3
+    two.close()
+
+
 def test_who_came_back_before_and_no_longer_does_is_not_waited_for_again():
     two = Returning()
     kept = 0
