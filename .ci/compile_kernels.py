@@ -3,7 +3,8 @@
     python .ci/compile_kernels.py [sm_90a ...]
 
 Prints one line per kernel (registers on each architecture, shared memory, stack frame, spills) and exits with
-an error where a file does not compile, or where a kernel spills whose header comment promises "no spills".
+an error where a file does not compile, where a kernel spills whose header comment promises "no spills", or where a
+kernel that may start early touches memory before it waits for those launched earlier.
 
 A binding that does not compile would leave every GPU without kernels, and only a GPU's first start would show it. They
 need headers of torch, of which any build will do, and cublasLt.h, of the toolkit or of the nvidia-cublas wheel.
@@ -29,11 +30,16 @@ from openjev_fast_plugin import build  # noqa: E402
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120")
 PROMISE = "no spills"
+EARLY = "launch_early("
+# An architecture on which kernels start early.
+EARLY_ARCHITECTURE = "sm_90a"
 
 _ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+_PTX_ENTRY = re.compile(r"\.entry (\w+)")
+_PTX_ACCESS = re.compile(r"\s(?:ld|ldu|st|red|atom|cp)\.(?!param\b|shared\b)")
 
 
 @dataclass
@@ -99,6 +105,46 @@ def compile_one(nvcc: str, source: Path, architecture: str) -> tuple[list[Kernel
     if done.returncode:
         return [], f"{source.name} for {architecture}:\n{done.stdout}{done.stderr}"
     return parse(done.stderr, source.name, promises_no_spills(source)), ""
+
+
+def touches_before_waiting(ptx: str) -> list[str]:
+    """Kernels of a PTX text that read or write global memory before they wait for earlier kernels, or never wait."""
+    waited: dict[str, bool] = {}
+    early: dict[str, None] = {}
+    name = ""
+    for line in ptx.splitlines():
+        if match := _PTX_ENTRY.search(line):
+            name = match.group(1)
+            waited[name] = False
+        elif "griddepcontrol.wait" in line:
+            waited[name] = True
+        elif name and not waited[name] and _PTX_ACCESS.search(line):
+            early[name] = None
+    return list(early | {name: None for name, done in waited.items() if not done})
+
+
+def check_early(nvcc: str, source: Path) -> str:
+    """What is wrong with the kernels of a file that launches them early; empty where nothing is or none are."""
+    if EARLY not in source.read_text():
+        return ""
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "kernel.ptx"
+        command = [
+            nvcc,
+            *build.DEVICE_FLAGS,
+            f"-arch={EARLY_ARCHITECTURE}",
+            "-ptx",
+            str(source),
+            "-o",
+            str(target),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return f"{source.name} as PTX:\n{done.stdout}{done.stderr}"
+        broken = touches_before_waiting(target.read_text())
+    if not broken:
+        return ""
+    return f"{source.name}: launched early, touches memory before it waits: {', '.join(demangled(broken))}"
 
 
 def compile_binding(nvcc: str, source: Path, torch_folder: Path, cublas: Path) -> str:
@@ -182,8 +228,11 @@ def main(architectures: list[str]) -> int:
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda job: compile_one(nvcc, *job), jobs))
+        early = list(
+            pool.map(lambda source: check_early(nvcc, source), build.sources(build.source_folder(), ".cu"))
+        )
     bindings, broken_bindings = compile_bindings(nvcc)
-    failures = [error for _, error in results if error] + broken_bindings
+    failures = [error for error in [*(error for _, error in results), *early, *broken_bindings] if error]
     kernels = [kernel for found, _ in results for kernel in found]
     for kernel, name in zip(kernels, demangled([kernel.name for kernel in kernels]), strict=True):
         kernel.name = name
@@ -193,7 +242,7 @@ def main(architectures: list[str]) -> int:
         print(failure, file=sys.stderr)
     print(
         f"{len(kernels)} kernels on {len(architectures)} architectures, {bindings} bindings: {len(failures)} "
-        f"compilations failed, {len(broken)} kernels broke their promise of no spills"
+        f"compilations or checks failed, {len(broken)} kernels broke their promise of no spills"
     )
     return 1 if failures or broken or not kernels else 0
 

@@ -9,8 +9,8 @@ namespace {
 constexpr int64_t kMaxThreads = 1024;
 
 template <int kPartials>
-void launch(const bf16* residual, const void* update, const bf16* weight, bf16* hidden, bf16* normed,
-            int64_t rows, int64_t width, float eps, bool vectors, cudaStream_t stream) {
+cudaError_t launch(const bf16* residual, const void* update, const bf16* weight, bf16* hidden, bf16* normed,
+                   int64_t rows, int64_t width, float eps, bool vectors, cudaStream_t stream) {
   const int64_t accesses = ceil_div(width, vectors ? kVector : 1);
   const int threads = static_cast<int>(std::min(kMaxThreads, ceil_div(accesses, kWarp) * kWarp));
   const unsigned blocks = static_cast<unsigned>(rows);
@@ -18,7 +18,8 @@ void launch(const bf16* residual, const void* update, const bf16* weight, bf16* 
   const auto kernel = !vectors                  ? add_rms_norm_kernel<kPartials, 1, false>
                       : accesses <= kMaxThreads ? add_rms_norm_kernel<kPartials, kVector, true>
                                                 : add_rms_norm_kernel<kPartials, kVector, false>;
-  kernel<<<blocks, threads, 0, stream>>>(residual, update, weight, hidden, normed, slice, width, eps);
+  return launch_early(kernel, blocks, threads, stream, residual, update, weight, hidden, normed, slice, width,
+                      eps);
 }
 
 }  // namespace
@@ -28,17 +29,18 @@ cudaError_t launch_add_rms_norm(const void* residual, const void* update, int pa
                                 cudaStream_t stream) {
   const bool vectors = width % kVector == 0 && aligned(residual) && aligned(update) && aligned(weight) &&
                        aligned(hidden) && aligned(normed);
+  cudaError_t error = cudaErrorInvalidValue;
   const auto run = [&](auto constant) {
-    launch<decltype(constant)::value>(static_cast<const bf16*>(residual), update,
-                                      static_cast<const bf16*>(weight), static_cast<bf16*>(hidden),
-                                      static_cast<bf16*>(normed), rows, width, eps, vectors, stream);
+    error = launch<decltype(constant)::value>(static_cast<const bf16*>(residual), update,
+                                              static_cast<const bf16*>(weight), static_cast<bf16*>(hidden),
+                                              static_cast<bf16*>(normed), rows, width, eps, vectors, stream);
   };
   if (partials == kNoUpdate) {
     run(std::integral_constant<int, kNoUpdate>());
-  } else if (!with_partials(partials, run)) {
-    return cudaErrorInvalidValue;
+  } else {
+    with_partials(partials, run);
   }
-  return cudaGetLastError();
+  return error;
 }
 
 }  // namespace openjev_fast

@@ -10,7 +10,7 @@
 //   library one.
 // Limits and launch: any N and H; 16-byte accesses where H % 8 == 0 and pointers are aligned, else 2-byte.
 //   64-bit index; one block a row, at most 1,024 threads; 128 bytes of shared memory; no spills; sm_80;
-//   graph-safe.
+//   graph-safe. May start early (launch_early); waits before its first access.
 // Source: the upstream modules named above. Twin: add_rms_norm_ref, tests/gpu/test_ops.py.
 #pragma once
 
@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(1024, 1)
                         const bf16* __restrict__ weight, bf16* hidden, bf16* __restrict__ normed,
                         int64_t slice, int64_t width, float eps) {
   dependents_may_start();
+  wait_for_earlier_kernels();
   __shared__ float scratch[kWarp];
   const int64_t start = blockIdx.x * width, first = int64_t{threadIdx.x} * kWidth;
   const int64_t step = int64_t{blockDim.x} * kWidth;

@@ -19,8 +19,7 @@ cudaError_t launch_attention_prepare(const RotaryInput& q, const RotaryInput& k,
   const unsigned total = total_q + static_cast<unsigned>(k.rows * k.heads);
   const unsigned blocks = static_cast<unsigned>(ceil_div(total, kRotaryWarps));
   const auto kernel = vectors ? attention_prepare_kernel<WarpTile> : attention_prepare_kernel<ScalarTile>;
-  kernel<<<blocks, kRotaryWarps * kWarp, 0, stream>>>(q, k, total_q, total, dim, pairs, eps);
-  return cudaGetLastError();
+  return launch_early(kernel, blocks, kRotaryWarps * kWarp, stream, q, k, total_q, total, dim, pairs, eps);
 }
 
 }  // namespace openjev_fast

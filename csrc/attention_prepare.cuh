@@ -10,7 +10,7 @@
 // Limits and launch: D <= 256, 2 R <= D, fewer than 2^31 heads in all rows; 16-byte accesses where D, R and
 //   the strides are multiples of 8 and pointers are aligned, else 2-byte. 32-bit head index, 64-bit
 //   addresses; one warp a head, 8 heads a block, queries first; 4 KiB of shared memory; no spills; sm_80;
-//   graph-safe.
+//   graph-safe. May start early (launch_early); waits before its first access.
 // Source: the upstream modules named above. Twin: attention_prepare_ref, tests/gpu/test_ops.py.
 #pragma once
 
@@ -28,6 +28,8 @@ __global__ void __launch_bounds__(kRotaryWarps* kWarp)
                              unsigned total_q, unsigned total, int dim, int pairs, float eps) {
   constexpr int kWidth = Tile::kWidth, kItems = Tile::kItems;
   static_assert(Tile::kLanes == kWarp);
+  dependents_may_start();
+  wait_for_earlier_kernels();
   // Normed values of each warp's head, for the lanes that need the other half of a pair.
   __shared__ __align__(16) bf16 exchange[kRotaryWarps][kMaxHead];
 

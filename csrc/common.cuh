@@ -100,12 +100,20 @@ __device__ __forceinline__ void round_to_bf16(float (&x)[kWidth]) {
 
 __device__ __forceinline__ float round_once(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-// Lets a kernel launched as a programmatic dependent start once every block of this one has started: linear_sm90.cuh,
-// which fetches its weight until this kernel has ended. Nothing else is launched so. Does nothing before compute
-// capability 9.
+// Lets a kernel launched as a programmatic dependent start once every block of this one has started; it waits for this
+// one's end where it first needs it. Does nothing before compute capability 9.
 __device__ __forceinline__ void dependents_may_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// In a kernel launched as a programmatic dependent: waits for the end of those launched earlier. Every block of such a
+// kernel calls it, since whoever waits for this kernel counts on the earlier ones' having ended too. Does nothing
+// before compute capability 9.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
 
@@ -185,6 +193,29 @@ bool with_head_tile(int64_t dim, bool vectors, Launch&& launch) {
     launch(WarpTile());
   }
   return true;
+}
+
+// Launches a kernel that may start before those launched earlier have ended, and waits for them itself, as its first
+// step: the time a launch takes passes meanwhile. Before compute capability 9 it is launched like any other.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, cudaStream_t stream,
+                         Arguments... arguments) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }

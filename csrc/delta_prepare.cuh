@@ -13,7 +13,7 @@
 // Limits and launch: K <= 256; 16-byte accesses where C, K and qkv's row stride are multiples of 8 and
 //   pointers are aligned, else 2-byte. 64-bit addresses; 2 rows by one key-head width of channels for half a
 //   warp (a warp above 128); a last column of blocks computes the gates; no shared memory; no spills; sm_80;
-//   graph-safe.
+//   graph-safe. May start early (launch_early); waits before its first access.
 // Source: the upstream modules named above. Twin: delta_prepare_ref, tests/gpu/test_ops.py.
 #pragma once
 
@@ -52,6 +52,8 @@ __device__ __forceinline__ void delta_gates(const DeltaPrepare& p, int64_t first
 template <typename Tile>
 __global__ void __launch_bounds__(kPrepareThreads)
     delta_prepare_kernel(const __grid_constant__ DeltaPrepare p) {
+  dependents_may_start();
+  wait_for_earlier_kernels();
   constexpr int kWidth = Tile::kWidth, kItems = Tile::kItems;
   const int64_t first_row = int64_t{blockIdx.x} * kPrepareRows;
   if (blockIdx.y == gridDim.y - 1) {

@@ -11,9 +11,8 @@ cudaError_t launch_silu_mul(const void* gate_up, int64_t row_stride, void* out, 
       static_cast<unsigned>(ceil_div(width, int64_t{kSiluThreads} * (vectors ? kVector : 1)));
   const unsigned blocks = static_cast<unsigned>(rows * tiles);
   const auto kernel = vectors ? silu_mul_kernel<kVector> : silu_mul_kernel<1>;
-  kernel<<<blocks, kSiluThreads, 0, stream>>>(static_cast<const bf16*>(gate_up), row_stride,
-                                              static_cast<bf16*>(out), width, tiles);
-  return cudaGetLastError();
+  return launch_early(kernel, blocks, kSiluThreads, stream, static_cast<const bf16*>(gate_up), row_stride,
+                      static_cast<bf16*>(out), width, tiles);
 }
 
 }  // namespace openjev_fast

@@ -7,7 +7,8 @@
 //   to the precise formula on every bfloat16 value.
 // Limits and launch: any N and I, at most 2^31 blocks; 16-byte accesses where I and the row stride are
 //   multiples of 8 and pointers are aligned, else 2-byte. 64-bit index; one access a thread; no shared
-//   memory; no spills; sm_80; graph-safe.
+//   memory; no spills; sm_80; graph-safe. May start early (launch_early); waits before its
+//   first access.
 // Source: the upstream module named above. Twin: silu_mul_ref, tests/gpu/test_ops.py.
 #pragma once
 
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(kSiluThreads)
     silu_mul_kernel(const bf16* __restrict__ gate_up, int64_t row_stride, bf16* __restrict__ out,
                     int64_t width, unsigned tiles) {
   dependents_may_start();
+  wait_for_earlier_kernels();
   const unsigned row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int64_t column = (int64_t{tile} * kSiluThreads + threadIdx.x) * kWidth;
   if (column >= width) return;

@@ -213,11 +213,6 @@ __device__ __forceinline__ void store_to_cluster(unsigned there, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;\n" ::"r"(there), "f"(x) : "memory");
 }
 
-// In a kernel launched as a programmatic dependent: waits for the end of those launched earlier.
-__device__ __forceinline__ void wait_for_earlier_kernels() {
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
 // Orders this thread's earlier shared memory accesses before later ones of products and copies.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");

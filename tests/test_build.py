@@ -332,6 +332,34 @@ def test_the_promise_is_read_from_the_header_comment_only(tmp_path):
     assert promises(source)
 
 
+PTX = """
+.visible .entry first(
+{first}
+	griddepcontrol.wait;
+	ld.global.nc.v4.u32 {{%r5}}, [%rd1];
+	ret;
+.visible .entry second(
+	ld.param.u64 	%rd1, [second_param_0];
+	st.shared.u32 	[%r1], %r2;
+{second}
+	st.global.u32 	[%rd1], %r1;
+"""
+
+
+@pytest.mark.parametrize(
+    "first, second, broken",
+    [
+        ("", "	griddepcontrol.wait;", []),
+        ("	ld.global.nc.u32 	%r1, [%rd1];", "	griddepcontrol.wait;", ["first"]),
+        ("	ld.u32 	%r1, [%rd1];", "	griddepcontrol.wait;", ["first"]),
+        ("	@%p1 atom.global.add.u32 	%r1, [%rd1], 1;", "	griddepcontrol.wait;", ["first"]),
+        ("", "", ["second"]),
+    ],
+)
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(first, second, broken):
+    assert load_compile_kernels().touches_before_waiting(PTX.format(first=first, second=second)) == broken
+
+
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
 def test_nvcc_takes_the_device_flags(tmp_path):
     source = tmp_path / "tiny.cu"
