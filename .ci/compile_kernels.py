@@ -38,7 +38,6 @@ _ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-_PTX_ENTRY = re.compile(r"\.entry (\w+)")
 _PTX_ACCESS = re.compile(r"\s(?:ld|ldu|st|red|atom|cp)\.(?!param\b|shared\b)")
 
 
@@ -109,18 +108,12 @@ def compile_one(nvcc: str, source: Path, architecture: str) -> tuple[list[Kernel
 
 def touches_before_waiting(ptx: str) -> list[str]:
     """Kernels of a PTX text that read or write global memory before they wait for earlier kernels, or never wait."""
-    waited: dict[str, bool] = {}
-    early: dict[str, None] = {}
-    name = ""
-    for line in ptx.splitlines():
-        if match := _PTX_ENTRY.search(line):
-            name = match.group(1)
-            waited[name] = False
-        elif "griddepcontrol.wait" in line:
-            waited[name] = True
-        elif name and not waited[name] and _PTX_ACCESS.search(line):
-            early[name] = None
-    return list(early | {name: None for name, done in waited.items() if not done})
+    found = []
+    for kernel in ptx.split(".entry ")[1:]:
+        before, wait, _ = kernel.partition("griddepcontrol.wait")
+        if not wait or _PTX_ACCESS.search(before):
+            found.append(before[: before.index("(")])
+    return found
 
 
 def check_early(nvcc: str, source: Path) -> str:

@@ -594,9 +594,8 @@ def test_who_does_not_come_back_is_waited_for_no_longer_than_said():
     two = Returning()
     two.end()
     two.clock.now += 0.0039
-    two.bench.scheduler._changed.acquire()
-    two.bench.scheduler._changed.notify()
-    two.bench.scheduler._changed.release()
+    with two.bench.scheduler._changed:
+        two.bench.scheduler._changed.notify()
     assert two.started() is None
     two.clock.now += 0.0002
     assert two.started() == {two._next}
